@@ -1,0 +1,179 @@
+"""`Batch`: what a training step is fed with. The jagged layout of its ids is drawn once, here.
+
+Shape letters, the same in the whole project (suffixes of names):
+
+    B samples of this rank    N dense features    F sparse features    L ids in a jagged tensor
+    W ranks                   D dim of a table    S sum of the features' dims
+    K unique keys             R rows of a table
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class JaggedIds:
+    """The ids of `F` features for `B` samples: bags of any length, *feature-major*.
+
+    For two features and three samples, `F = 2`, `B = 3`:
+
+        feature 0:   sample 0 → [7, 2]   sample 1 → []      sample 2 → [9]
+        feature 1:   sample 0 → [4]      sample 1 → [4]     sample 2 → [1, 1, 3]
+
+        values_L   = [ 7  2 | | 9 |   4 | 4 | 1  1  3 ]          L = 8
+        offsets    = [ 0    2 2   3     4   5         8 ]        F·B + 1 entries
+
+    Bag `(f, b)` is `values_L[offsets[f·B + b] : offsets[f·B + b + 1]]`.
+
+    Attributes:
+        values_L: int64 row ids, each an index into the table of its feature.
+        offsets: int64, `F·B + 1`; starts at 0, never decreases, ends at `L`.
+        num_features: `F`.
+        weights_L: fp32 factor of each id in its bag, or None where every factor is 1.
+
+    Raises:
+        ValueError: at construction, where one of the invariants above doesn't hold.
+    """
+
+    values_L: Tensor
+    offsets: Tensor
+    num_features: int
+    weights_L: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        num_bags = self.offsets.numel() - 1
+        if self.values_L.dtype != torch.int64 or self.offsets.dtype != torch.int64:
+            raise ValueError(
+                f"ids and offsets must be int64, not {self.values_L.dtype} and {self.offsets.dtype}"
+            )
+        if self.values_L.dim() != 1 or self.offsets.dim() != 1 or num_bags < 0:
+            raise ValueError(
+                f"ids and offsets must be flat, offsets with at least one entry; "
+                f"shapes are {tuple(self.values_L.shape)} and {tuple(self.offsets.shape)}"
+            )
+        if self.num_features < 0 or (
+            num_bags % self.num_features if self.num_features else num_bags
+        ):
+            raise ValueError(
+                f"{num_bags} bags can't be cut into {self.num_features} features of equal batch size"
+            )
+        first, last = int(self.offsets[0]), int(self.offsets[-1])
+        if first != 0 or last != self.values_L.numel():
+            raise ValueError(
+                f"offsets run from {first} to {last}, but must run from 0 to the number of ids, "
+                f"{self.values_L.numel()}"
+            )
+        steps = self.offsets.diff()
+        if num_bags and int(steps.min()) < 0:
+            bag = int(torch.nonzero(steps < 0)[0])
+            raise ValueError(
+                f"offsets decrease at bag {bag}: {int(self.offsets[bag])} to "
+                f"{int(self.offsets[bag + 1])}"
+            )
+        if self.weights_L is not None and self.weights_L.shape != self.values_L.shape:
+            raise ValueError(
+                f"{self.weights_L.numel()} bag weights for {self.values_L.numel()} ids"
+            )
+
+    @property
+    def batch_size(self) -> int:
+        """`B`; 0 where there are no features."""
+        return (self.offsets.numel() - 1) // self.num_features if self.num_features else 0
+
+    @property
+    def is_one_hot(self) -> bool:
+        """Whether every bag holds exactly one id."""
+        return self.values_L.numel() == self.offsets.numel() - 1 and bool(
+            (self.offsets.diff() == 1).all()
+        )
+
+    def lengths_FB(self) -> Tensor:
+        """Ids per bag, int64, `(F, B)`."""
+        return self.offsets.diff().view(self.num_features, -1)
+
+    def narrow(self, start: int, stop: int) -> JaggedIds:
+        """The bags of samples `start … stop-1`, as a new `JaggedIds` (used to cut micro-batches)."""
+        lengths_FB = self.lengths_FB()
+        begin_F = self.offsets[:-1].view(self.num_features, -1)[:, start:stop]
+        kept_FB = lengths_FB[:, start:stop]
+        kept = kept_FB.reshape(-1)
+        offsets = torch.zeros(kept.numel() + 1, dtype=torch.int64)
+        torch.cumsum(kept, 0, out=offsets[1:])
+        shift = begin_F.reshape(-1) - offsets[:-1]
+        index_L = torch.arange(int(offsets[-1])) + torch.repeat_interleave(shift, kept)
+        weights_L = None if self.weights_L is None else self.weights_L[index_L]
+        return JaggedIds(self.values_L[index_L], offsets, self.num_features, weights_L)
+
+    def to(self, device: torch.device) -> JaggedIds:
+        """The same ids on `device`."""
+        weights_L = None if self.weights_L is None else self.weights_L.to(device, non_blocking=True)
+        return JaggedIds(
+            self.values_L.to(device, non_blocking=True),
+            self.offsets.to(device, non_blocking=True),
+            self.num_features,
+            weights_L,
+        )
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One (micro-)batch of this rank.
+
+    Attributes:
+        dense_BN: fp32 dense features after their transform, never missing, never non-finite.
+        ids: the sparse features.
+        label_B: fp32 0 or 1; None for data without labels.
+        weight_B: fp32 example weights (a factor of the sample's loss); None where all are 1.
+        row_B: int64 position of each sample in its split, in the order of the raw input.
+
+    Raises:
+        ValueError: where the parts disagree on `B`.
+    """
+
+    dense_BN: Tensor
+    ids: JaggedIds
+    label_B: Tensor | None
+    weight_B: Tensor | None
+    row_B: Tensor
+
+    def __post_init__(self) -> None:
+        sizes = {"dense_BN": self.dense_BN.shape[0], "row_B": self.row_B.shape[0]}
+        if self.ids.num_features:
+            sizes["ids"] = self.ids.batch_size
+        if self.label_B is not None:
+            sizes["label_B"] = self.label_B.shape[0]
+        if self.weight_B is not None:
+            sizes["weight_B"] = self.weight_B.shape[0]
+        if len(set(sizes.values())) > 1:
+            raise ValueError(f"the parts of a batch disagree on its size: {sizes}")
+
+    @property
+    def batch_size(self) -> int:
+        """`B`."""
+        return int(self.dense_BN.shape[0])
+
+    def narrow(self, start: int, stop: int) -> Batch:
+        """Samples `start … stop-1` as a batch of their own."""
+        return Batch(
+            dense_BN=self.dense_BN[start:stop],
+            ids=self.ids.narrow(start, stop),
+            label_B=None if self.label_B is None else self.label_B[start:stop],
+            weight_B=None if self.weight_B is None else self.weight_B[start:stop],
+            row_B=self.row_B[start:stop],
+        )
+
+    def to(self, device: torch.device) -> Batch:
+        """The same batch on `device`."""
+        if device.type == "cpu":
+            return self
+        return Batch(
+            dense_BN=self.dense_BN.to(device, non_blocking=True),
+            ids=self.ids.to(device),
+            label_B=None if self.label_B is None else self.label_B.to(device, non_blocking=True),
+            weight_B=None if self.weight_B is None else self.weight_B.to(device, non_blocking=True),
+            row_B=self.row_B,
+        )

@@ -1,0 +1,205 @@
+"""`manifest.json`: what a prepared dataset holds. It is written last, so a folder that has one is
+complete; everything that reads a dataset starts here."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from data.errors import SchemaMismatch, UserError
+from data.lanes import PartFile, write_whole
+from data.schema import (
+    Feature,
+    Schema,
+    resolve_features,
+    schema_differences,
+    schema_from_dict,
+    schema_to_dict,
+)
+from data.transform import Moments
+
+FORMAT_VERSION = 1
+MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True)
+class InputFile:
+    """A raw file: its name (without folder), size, digest and rows."""
+
+    file: str
+    num_bytes: int
+    sha256: str
+    rows: int
+    blank_lines: int
+
+
+@dataclass(frozen=True)
+class PartInfo:
+    """One of train, valid, test.
+
+    Attributes:
+        rows: number of rows.
+        files: in order.
+        label_rate: share of positive labels, or None without rows.
+        unknown: ids replaced by the unknown row (or last row), or dropped, by feature.
+        missing: missing values by feature.
+        ids: ids in all, by feature.
+    """
+
+    rows: int
+    files: list[PartFile]
+    label_rate: float | None
+    unknown: dict[str, int]
+    missing: dict[str, int]
+    ids: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Everything known about a prepared dataset.
+
+    Attributes:
+        schema: as used.
+        table_rows: rows of each table.
+        inputs: raw files.
+        parts: by name.
+        moments: of `standardise` columns, training part.
+        counts: by feature: `file`, `distinct`, `total`, `share_of_top` (share of the training
+            part's look-ups that go to the 1, 10, 100, … most frequent ids).
+        outputs: SHA-256 of every other output file, by path.
+        extra_columns: further fp32 columns of the parts.
+        synthetic: the generator's settings, or None for real data.
+    """
+
+    schema: Schema
+    table_rows: dict[str, int]
+    inputs: list[InputFile]
+    parts: dict[str, PartInfo]
+    moments: dict[str, Moments]
+    counts: dict[str, dict[str, Any]]
+    outputs: dict[str, str]
+    extra_columns: list[str] = field(default_factory=list)
+    synthetic: dict[str, Any] | None = None
+
+    @property
+    def features(self) -> tuple[Feature, ...]:
+        """The sparse features in order."""
+        return resolve_features(self.schema)
+
+    @property
+    def dense_columns(self) -> list[str]:
+        """The dense features in order."""
+        return list(self.schema.dense)
+
+    def unknown_id_share(self, part: str) -> dict[str, float]:
+        """Share of a part's ids that were unknown, by feature; features with none are left out."""
+        info = self.parts[part]
+        return {
+            name: round(info.unknown[name] / info.ids[name], 6)
+            for name in info.ids
+            if info.ids[name] and info.unknown[name]
+        }
+
+    def to_json(self) -> str:
+        """Canonical text: equal datasets have equal manifests."""
+        values = {
+            "format_version": FORMAT_VERSION,
+            "schema": schema_to_dict(self.schema),
+            "tables": self.table_rows,
+            "inputs": [
+                {
+                    "file": i.file,
+                    "bytes": i.num_bytes,
+                    "sha256": i.sha256,
+                    "rows": i.rows,
+                    "blank_lines": i.blank_lines,
+                }
+                for i in self.inputs
+            ],
+            "parts": {
+                name: {
+                    "rows": part.rows,
+                    "label_rate": part.label_rate,
+                    "files": [f.to_dict() for f in part.files],
+                    "ids": part.ids,
+                    "unknown": part.unknown,
+                    "missing": part.missing,
+                }
+                for name, part in self.parts.items()
+            },
+            "moments": {
+                name: {"count": m.count, "mean": m.mean, "squares": m.squares}
+                for name, m in self.moments.items()
+            },
+            "counts": self.counts,
+            "outputs": self.outputs,
+            "extra_columns": self.extra_columns,
+            "synthetic": self.synthetic,
+        }
+        return json.dumps(values, indent=1) + "\n"
+
+    def save(self, root: Path) -> None:
+        """Makes the dataset complete."""
+        write_whole(root / MANIFEST, self.to_json().encode())
+
+    def digest(self) -> str:
+        """SHA-256 of the manifest, which holds the digests of all else."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+
+def load_manifest(root: Path) -> Manifest:
+    """Reads a dataset's manifest.
+
+    Raises:
+        UserError: where there is none (not prepared, or not to the end) or it is of another format.
+    """
+    path = root / MANIFEST
+    if not path.is_file():
+        raise UserError(
+            f"data.root={root}: no prepared dataset there (no {MANIFEST}); run `dlrm prepare` "
+            "with the same data= and data.root="
+        )
+    values = json.loads(path.read_text())
+    if values.get("format_version") != FORMAT_VERSION:
+        raise UserError(
+            f"data.root={root}: prepared in format {values.get('format_version')}, this version "
+            f"reads {FORMAT_VERSION}; prepare it again with data.overwrite=true"
+        )
+    parts = {}
+    for name, part in values["parts"].items():
+        files = [PartFile(f["file"], f["rows"], f["bytes"], f["sha256"]) for f in part["files"]]
+        parts[name] = PartInfo(
+            part["rows"], files, part["label_rate"], part["unknown"], part["missing"], part["ids"]
+        )
+    return Manifest(
+        schema=schema_from_dict(values["schema"]),
+        table_rows=values["tables"],
+        inputs=[
+            InputFile(i["file"], i["bytes"], i["sha256"], i["rows"], i["blank_lines"])
+            for i in values["inputs"]
+        ],
+        parts=parts,
+        moments={name: Moments(**m) for name, m in values["moments"].items()},
+        counts=values["counts"],
+        outputs=values["outputs"],
+        extra_columns=values["extra_columns"],
+        synthetic=values["synthetic"],
+    )
+
+
+def check_same_schema(manifest: Manifest, schema: Schema, root: Path) -> None:
+    """Refuses a dataset that was prepared under another schema.
+
+    Raises:
+        SchemaMismatch: listing what differs.
+    """
+    lines = schema_differences(manifest.schema, schema)
+    if lines:
+        shown = "\n  ".join(lines[:20]) + (f"\n  and {len(lines) - 20} more" if lines[20:] else "")
+        raise SchemaMismatch(
+            f"data.root={root} was prepared under another schema:\n  {shown}\n"
+            "choose another data.root, or prepare it again with data.overwrite=true"
+        )

@@ -1,0 +1,64 @@
+"""Dense columns: raw numbers → model inputs, the same in training, evaluation and prediction."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from data.schema import Schema
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Count, mean and sum of squared deviations of a column's present values; mergeable."""
+
+    count: int = 0
+    mean: float = 0.0
+    squares: float = 0.0
+
+    def plus(self, values: np.ndarray) -> Moments:
+        """With `values` (fp64, NaN = missing) added: Chan, Golub & LeVeque 1979."""
+        present = values[~np.isnan(values)]
+        if len(present) == 0:
+            return self
+        mean = float(present.mean())
+        squares = float(((present - mean) ** 2).sum())
+        count = self.count + len(present)
+        shift = mean - self.mean
+        return Moments(
+            count,
+            self.mean + shift * len(present) / count,
+            self.squares + squares + shift**2 * self.count * len(present) / count,
+        )
+
+    @property
+    def deviation(self) -> float:
+        """Standard deviation; 1 for a constant or absent column, so that it becomes 0."""
+        value = (self.squares / self.count) ** 0.5 if self.count else 0.0
+        return value if value > 0 else 1.0
+
+
+def transform_dense(
+    schema: Schema, dense: dict[str, np.ndarray], moments: dict[str, Moments]
+) -> dict[str, np.ndarray]:
+    """Applies each column's transform; computed in fp64, returned as fp32, never missing.
+
+    Args:
+        schema: names the transform of each column.
+        dense: fp64 raw values by column; NaN = missing.
+        moments: of the training part, for `standardise`.
+    """
+    result = {}
+    for name, column in schema.dense.items():
+        values = dense[name]
+        if column.transform == "log1p":
+            # fmax drops NaN: a missing value becomes 0, as a negative one does.
+            values = np.log1p(np.fmax(values, 0.0))
+        elif column.transform == "standardise":
+            values = (values - moments[name].mean) / moments[name].deviation
+            values = np.where(np.isnan(values), 0.0, values)
+        else:
+            values = np.where(np.isnan(values), 0.0, values)
+        result[name] = values.astype(np.float32)
+    return result

@@ -1,0 +1,158 @@
+"""The boring oracle: one `nn.EmbeddingBag` per table, autograd, and torch's own optimizers.
+
+Slow and obvious on purpose. Tests and `dlrm check` hold `ShardedEmbeddings` against it; it shares
+with it only the start values and the meaning of the configs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from data.batch import JaggedIds
+from embeddings.row_optim import RowOptimizerConfig
+from embeddings.table import FeatureConfig, TableConfig, fill_uniform, validate_tables
+
+
+class ReferenceEmbeddings:
+    """Tables as autograd parameters with sparse gradients.
+
+    A step is `pooled_BS = lookup(ids)`, the caller's `backward()`, then `apply(lr)`. Several
+    lookups and backwards before one `apply` accumulate.
+
+    Args:
+        tables: every table.
+        features: every sparse feature, in the order of the batches' ids.
+        optimizer: update rule of the rows and its constants.
+        dtype: fp32 or fp64.
+        seed: the run's seed; the start values are those of `ShardedEmbeddings`.
+
+    Raises:
+        ValueError: where names repeat or a feature's table is unknown.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[TableConfig],
+        features: Sequence[FeatureConfig],
+        optimizer: RowOptimizerConfig,
+        *,
+        dtype: torch.dtype,
+        seed: int,
+    ) -> None:
+        validate_tables(tables, features)
+        self._features = tuple(features)
+        self._config = optimizer
+        self._bags: dict[str, nn.EmbeddingBag] = {}
+        for table in tables:
+            weight_RD = torch.empty(table.rows, table.dim, dtype=dtype)
+            fill_uniform(
+                weight_RD,
+                seed=seed,
+                table_name=table.name,
+                row_start=0,
+                col_start=0,
+                dim=table.dim,
+                bound=table.default_bound,
+            )
+            self._bags[table.name] = nn.EmbeddingBag(
+                table.rows,
+                table.dim,
+                mode="sum",
+                sparse=True,
+                include_last_offset=True,
+                _weight=weight_RD,
+            )
+        params = [param for bag in self._bags.values() for param in bag.parameters()]
+        self._optimizer = _build_optimizer(optimizer, params)
+
+    def lookup(self, ids: JaggedIds) -> Tensor:
+        """Pooled vectors `pooled_BS`, connected to the tables by autograd."""
+        pooled: list[Tensor] = []
+        offsets, batch_size = ids.offsets, ids.batch_size
+        for index, feature in enumerate(self._features):
+            bag = self._bags[feature.table]
+            bounds = offsets[index * batch_size : (index + 1) * batch_size + 1]
+            start, stop = int(bounds[0]), int(bounds[-1])
+            weights_L = None
+            if ids.weights_L is not None:
+                weights_L = ids.weights_L[start:stop].to(bag.weight.dtype)
+            pooled_BD = bag(ids.values_L[start:stop], bounds - start, per_sample_weights=weights_L)
+            if feature.pooling == "mean":
+                pooled_BD = pooled_BD / bounds.diff().clamp(min=1).unsqueeze(1)
+            pooled.append(pooled_BD)
+        return torch.cat(pooled, dim=1)
+
+    def apply(self, lr: float) -> None:
+        """Update every table from the gradients that autograd left, and drop these."""
+        for bag in self._bags.values():
+            weight_RD = bag.weight
+            if weight_RD.grad is None or not self._config.weight_decay:
+                continue
+            grad = weight_RD.grad.coalesce()
+            rows_K = grad.indices()[0]
+            decayed_KD = grad.values() + self._config.weight_decay * weight_RD.detach()[rows_K]
+            weight_RD.grad = torch.sparse_coo_tensor(
+                grad.indices(), decayed_KD, grad.shape, is_coalesced=True, check_invariants=False
+            )
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def read(self, table: str) -> dict[str, Tensor]:
+        """Copies of a table's weights and state, under the names that `RowStore.read` uses."""
+        weight_RD = self._bags[table].weight
+        values = {"weight": weight_RD.detach().clone()}
+        for name, value in self._optimizer.state[weight_RD].items():
+            if name != "step":
+                values[name] = value.detach().clone()
+        return values
+
+
+class RowWiseAdagrad(torch.optim.Optimizer):
+    """Adagrad with one number of state per row: the sum over steps of the row's mean square.
+
+    As in FBGEMM's and facebookresearch/dlrm's row-wise Adagrad. Takes sparse gradients.
+
+    Args:
+        params: 2-D parameters.
+        lr: learning rate.
+        eps: added to the square root in the denominator.
+    """
+
+    def __init__(self, params: list[nn.Parameter], lr: float, eps: float) -> None:
+        super().__init__(params, {"lr": lr, "eps": eps})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update each touched row, one at a time."""
+        for group in self.param_groups:
+            for weight_RD in group["params"]:
+                if weight_RD.grad is None:
+                    continue
+                state = self.state[weight_RD]
+                if not state:
+                    state["sum"] = weight_RD.new_zeros(weight_RD.shape[0], 1)
+                grad = weight_RD.grad.coalesce()
+                for row, grad_D in zip(grad.indices()[0].tolist(), grad.values(), strict=True):
+                    state["sum"][row] += (grad_D * grad_D).mean()
+                    step_size = group["lr"] / (state["sum"][row].sqrt() + group["eps"])
+                    weight_RD[row] -= step_size * grad_D
+
+
+def _build_optimizer(
+    config: RowOptimizerConfig, params: list[nn.Parameter]
+) -> torch.optim.Optimizer:
+    """The optimizer of the rule. Weight decay isn't given to it: torch's acts on every row."""
+    if config.name == "sgd":
+        return torch.optim.SGD(params, lr=1.0)
+    if config.name == "adagrad":
+        return torch.optim.Adagrad(params, lr=1.0, eps=config.eps)
+    if config.name == "adam":
+        return torch.optim.SparseAdam(
+            params, lr=1.0, betas=(config.beta1, config.beta2), eps=config.eps
+        )
+    return RowWiseAdagrad(params, lr=1.0, eps=config.eps)

@@ -1,0 +1,331 @@
+"""Routing: ids of a batch → keys of table groups, and what lookup and backward need around them.
+
+Works on ids alone, never on rows, so a batch can be planned any number of steps ahead. Everything
+here is integer work of a few passes over the ids, done in NumPy: on one core it takes less time
+than waking OpenMP threads, and it may run beside the training thread.
+
+The order of bags. Ids arrive feature-major (`data.batch.JaggedIds`), and so are `keys_L` and
+`offsets` of a group, which is what fbgemm reads. The pooled result is sample-major: bag `(f, b)` of
+a group with `F` features is row `b · F + f` when the result is seen as one row of `D` per bag. The
+torch backend looks up from `GroupPlan.sample_major`, so that its result needs no transposition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from data.batch import JaggedIds
+from embeddings.plan import TableGroup
+from embeddings.table import FeatureConfig, TableConfig, validate_tables
+
+Int64Array = npt.NDArray[np.int64]
+
+
+class IdOutOfRange(ValueError):
+    """An id that is not a row of its table.
+
+    Attributes:
+        feature: name of the feature.
+        table: name of its table.
+        id: the offending id.
+        rows: rows of the table; ids must be in `0 … rows-1`.
+        sample: index of the sample in the batch that was planned.
+    """
+
+    def __init__(self, *, feature: str, table: str, id: int, rows: int, sample: int) -> None:
+        self.feature, self.table, self.id, self.rows, self.sample = feature, table, id, rows, sample
+        super().__init__(
+            f"feature {feature!r}, table {table!r}: id {id} of sample {sample} of the batch is "
+            f"outside 0 to {rows - 1}; give the table more rows, or let `data` hash, replace or "
+            f"drop such ids"
+        )
+
+
+class SampleMajorBags(NamedTuple):
+    """The bags of a group ordered by sample, then feature.
+
+    Attributes:
+        keys_L: int64 keys.
+        offsets: int64, `B·F + 1`; bag `(b, f)` is `keys_L[offsets[b·F+f] : offsets[b·F+f+1]]`.
+        weights_L: factor of each key, or None where all are 1.
+    """
+
+    keys_L: Tensor
+    offsets: Tensor
+    weights_L: Tensor | None
+
+
+class UniqueKeys(NamedTuple):
+    """Each distinct key once, with the bags it occurs in: a lookup, transposed.
+
+    Attributes:
+        keys_K: int64, sorted, distinct.
+        bags_L: int64 sample-major bag (`b·F + f`) of each occurrence, grouped by key and, within a
+            key, in the feature-major order of the batch.
+        starts: int64, `K + 1`; the occurrences of `keys_K[k]` are `bags_L[starts[k]:starts[k+1]]`.
+        weights_L: factor of each occurrence, or None where all are 1.
+    """
+
+    keys_K: Tensor
+    bags_L: Tensor
+    starts: Tensor
+    weights_L: Tensor | None
+
+
+@dataclass(frozen=True, eq=False)
+class GroupPlan:
+    """One batch's work on one table group.
+
+    Attributes:
+        features: positions (in the router's feature list) of the group's features, in that order.
+        batch_size: `B`.
+        keys_L: int64 keys, feature-major over `features`.
+        offsets: int64, `F·B + 1`, the bags in `keys_L`.
+        weights_L: factor of each key in its bag, of the group's type, or None where all are 1. For
+            a mean-pooled feature it is the bag weight divided by the number of ids in the bag.
+    """
+
+    features: tuple[int, ...]
+    batch_size: int
+    keys_L: Tensor
+    offsets: Tensor
+    weights_L: Tensor | None
+
+    @cached_property
+    def sample_major(self) -> SampleMajorBags:
+        """The same bags in the order of the pooled result (computed at the first call)."""
+        num_features, batch_size = len(self.features), self.batch_size
+        starts_FB = self.offsets.numpy()[:-1].reshape(num_features, batch_size)
+        lengths = np.diff(self.offsets.numpy()).reshape(num_features, batch_size).T.reshape(-1)
+        offsets = _offsets_of(lengths)
+        if (lengths == 1).all():
+            source_L = starts_FB.T.reshape(-1)
+        else:
+            # Where a bag starts, less where it goes: repeated over its ids, it is each id's shift.
+            source_L = np.repeat(starts_FB.T.reshape(-1) - offsets[:-1], lengths)
+            source_L += np.arange(source_L.size)
+        source = torch.from_numpy(source_L)
+        weights_L = None if self.weights_L is None else self.weights_L[source]
+        return SampleMajorBags(self.keys_L[source], torch.from_numpy(offsets), weights_L)
+
+    @cached_property
+    def unique(self) -> UniqueKeys:
+        """The distinct keys and where they occur (computed at the first call)."""
+        keys_K, order_L, starts = sort_keys(self.keys_L)
+        num_features, batch_size = len(self.features), self.batch_size
+        bags = np.arange(num_features * batch_size).reshape(batch_size, num_features)
+        lengths = np.diff(self.offsets.numpy())
+        bag_of_id_L = np.repeat(bags.T.reshape(-1), lengths)
+        bags_L = torch.from_numpy(bag_of_id_L)[order_L]
+        weights_L = None if self.weights_L is None else self.weights_L[order_L]
+        return UniqueKeys(keys_K, bags_L, starts, weights_L)
+
+
+@dataclass(frozen=True, eq=False)
+class BatchPlan:
+    """What a batch needs from the tables. Holds ids and positions, no rows.
+
+    Attributes:
+        batch_size: `B`.
+        groups: one `GroupPlan` per table group, in the order of the groups.
+    """
+
+    batch_size: int
+    groups: tuple[GroupPlan, ...]
+
+
+class Router:
+    """Turns the ids of a batch into keys of the table groups.
+
+    Args:
+        tables: every table.
+        features: every sparse feature, in the order of the batch's ids.
+        groups: the table groups that hold the tables whole, as in a single process.
+
+    Raises:
+        ValueError: where names repeat, a feature's table is unknown, or a table isn't held whole.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[TableConfig],
+        features: Sequence[FeatureConfig],
+        groups: Sequence[TableGroup],
+    ) -> None:
+        validate_tables(tables, features)
+        by_name = {table.name: table for table in tables}
+        self._features = tuple(features)
+        self._rows_F = np.array([by_name[f.table].rows for f in features], dtype=np.int64)
+        self._groups = tuple(groups)
+        self._features_of_group = tuple(
+            tuple(i for i, f in enumerate(features) if f.table in group.key_offsets)
+            for group in groups
+        )
+        held = [(s.table, s.num_rows, s.num_cols) for group in groups for s in group.shards]
+        if sorted(held) != sorted((table.name, table.rows, table.dim) for table in tables):
+            raise ValueError(f"the groups must hold every table whole, once; they hold {held}")
+
+    @property
+    def features_of_group(self) -> tuple[tuple[int, ...], ...]:
+        """Per group the positions of its features."""
+        return self._features_of_group
+
+    def plan_batch(self, ids: JaggedIds) -> BatchPlan:
+        """Check the ids and route them.
+
+        Args:
+            ids: CPU tensors, one feature per configured feature, in that order; read, not kept.
+
+        Raises:
+            IdOutOfRange: for the first id (by feature, then sample) that is negative or ≥ the
+                table's rows.
+            ValueError: where the number of features differs from the configured one.
+        """
+        if ids.num_features != len(self._features):
+            raise ValueError(
+                f"the batch has {ids.num_features} sparse features, the model {len(self._features)}"
+            )
+        values_L, offsets = ids.values_L.numpy(), ids.offsets.numpy()
+        feature_starts = (
+            offsets[:: ids.batch_size]
+            if ids.batch_size
+            else offsets[:1].repeat(ids.num_features + 1)
+        )
+        self._check_ids(values_L, offsets, feature_starts, ids.batch_size)
+        groups = tuple(
+            self._plan_group(group, features, ids, feature_starts)
+            for group, features in zip(self._groups, self._features_of_group, strict=True)
+        )
+        return BatchPlan(batch_size=ids.batch_size, groups=groups)
+
+    def _check_ids(
+        self, values_L: Int64Array, offsets: Int64Array, feature_starts: Int64Array, batch_size: int
+    ) -> None:
+        filled_F = np.flatnonzero(np.diff(feature_starts))
+        if not filled_F.size:
+            return
+        # Seen as unsigned, a negative id is larger than any number of rows: one maximum per
+        # feature tells both faults.
+        starts = feature_starts[filled_F]
+        largest = np.maximum.reduceat(values_L.view(np.uint64), starts)
+        bad = np.flatnonzero(largest >= self._rows_F[filled_F].astype(np.uint64))
+        if not bad.size:
+            return
+        index = int(filled_F[bad[0]])
+        feature, rows = self._features[index], int(self._rows_F[index])
+        start, stop = feature_starts[index], feature_starts[index + 1]
+        position = int(start + np.argmax(values_L[start:stop].view(np.uint64) >= np.uint64(rows)))
+        bag = int(np.searchsorted(offsets, position, side="right")) - 1
+        raise IdOutOfRange(
+            feature=feature.name,
+            table=feature.table,
+            id=int(values_L[position]),
+            rows=rows,
+            sample=bag - index * batch_size,
+        )
+
+    def _plan_group(
+        self,
+        group: TableGroup,
+        features: tuple[int, ...],
+        ids: JaggedIds,
+        feature_starts: Int64Array,
+    ) -> GroupPlan:
+        batch_size = ids.batch_size
+        values_L, all_offsets = ids.values_L.numpy(), ids.offsets.numpy()
+        lengths_FB = np.diff(all_offsets).reshape(ids.num_features, batch_size)[list(features)]
+        num_ids = int(lengths_FB.sum())
+        keys_L = np.empty(num_ids, dtype=np.int64)
+        position = 0
+        for feature in features:
+            segment_L = values_L[feature_starts[feature] : feature_starts[feature + 1]]
+            stop = position + segment_L.size
+            key_offset = group.key_offsets[self._features[feature].table]
+            np.add(segment_L, key_offset, out=keys_L[position:stop])
+            position = stop
+        weights_L = self._weights(group.dtype, features, lengths_FB, ids.weights_L, feature_starts)
+        return GroupPlan(
+            features=features,
+            batch_size=batch_size,
+            keys_L=torch.from_numpy(keys_L),
+            offsets=torch.from_numpy(_offsets_of(lengths_FB.reshape(-1))),
+            weights_L=weights_L,
+        )
+
+    def _weights(
+        self,
+        dtype: torch.dtype,
+        features: tuple[int, ...],
+        lengths_FB: Int64Array,
+        bag_weights_L: Tensor | None,
+        feature_starts: Int64Array,
+    ) -> Tensor | None:
+        """Factors of a group's keys: the bag weights, divided by the bag's length for a mean."""
+        means = np.array([self._features[feature].pooling == "mean" for feature in features], bool)
+        divides = bool((lengths_FB[means] > 1).any())
+        if bag_weights_L is None and not divides:
+            return None
+        parts: list[Tensor] = []
+        for row, feature in enumerate(features):
+            start, stop = int(feature_starts[feature]), int(feature_starts[feature + 1])
+            if bag_weights_L is None:
+                weights = torch.ones(stop - start, dtype=dtype)
+            else:
+                weights = bag_weights_L[start:stop].to(dtype)
+            if means[row]:
+                lengths_B = torch.from_numpy(lengths_FB[row])
+                weights = weights / torch.repeat_interleave(lengths_B, lengths_B).to(dtype)
+            parts.append(weights)
+        return torch.cat(parts) if parts else torch.empty(0, dtype=dtype)
+
+
+def sort_keys(keys_L: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Sort keys and find the distinct ones.
+
+    Args:
+        keys_L: int64, not negative.
+
+    Returns:
+        `keys_K` sorted and distinct; `order_L`, the positions in `keys_L` grouped by key and
+        ascending within a key; `starts`, `K + 1` entries: the positions of `keys_K[k]` are
+        `order_L[starts[k] : starts[k+1]]`. All int64.
+    """
+    keys: Any = keys_L.numpy()
+    num_ids = keys.size
+    if not num_ids:
+        empty = torch.empty(0, dtype=torch.int64)
+        return empty, empty, torch.zeros(1, dtype=torch.int64)
+    position_bits = int(num_ids).bit_length()
+    if int(keys.max()).bit_length() + position_bits < 64:
+        # Key and position in one number: sorting values is several times as fast as sorting
+        # positions by key, and the result is the stable order.
+        packed = (keys << position_bits) | np.arange(num_ids, dtype=np.int64)
+        packed.sort()
+        order_L = packed & ((1 << position_bits) - 1)
+        sorted_L = packed >> position_bits
+    else:
+        order_L = np.argsort(keys, kind="stable")
+        sorted_L = keys[order_L]
+    is_first_L = np.empty(num_ids, dtype=bool)
+    is_first_L[0] = True
+    np.not_equal(sorted_L[1:], sorted_L[:-1], out=is_first_L[1:])
+    first_K = np.flatnonzero(is_first_L)
+    return (
+        torch.from_numpy(sorted_L[first_K]),
+        torch.from_numpy(order_L),
+        torch.from_numpy(np.append(first_K, num_ids)),
+    )
+
+
+def _offsets_of(lengths: Int64Array) -> Int64Array:
+    offsets = np.zeros(lengths.size + 1, dtype=np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    return offsets
