@@ -30,7 +30,7 @@ def save_arrays(path: Path, arrays: Arrays) -> None:
 
 
 def load_arrays(path: Path, names: list[str] | None = None) -> Arrays:
-    """The arrays of a file (those named, or all): numpy views of the mapped file, strings as Arrow."""
+    """The named arrays of a file, or all: numpy views of the mapped file; strings as Arrow."""
     with pa.memory_map(str(path)) as source:
         batch = pa.ipc.open_file(source).get_batch(0)
     arrays: Arrays = {}

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -55,9 +56,7 @@ class JaggedIds:
                 f"ids and offsets must be flat, offsets with at least one entry; "
                 f"shapes are {tuple(self.values_L.shape)} and {tuple(self.offsets.shape)}"
             )
-        if self.num_features < 0 or (
-            num_bags % self.num_features if self.num_features else num_bags
-        ):
+        if num_bags % self.num_features if self.num_features else num_bags:
             raise ValueError(
                 f"{num_bags} bags can't be cut into {self.num_features} features of equal batch size"
             )
@@ -67,9 +66,11 @@ class JaggedIds:
                 f"offsets run from {first} to {last}, but must run from 0 to the number of ids, "
                 f"{self.values_L.numel()}"
             )
-        steps = self.offsets.diff()
+        # numpy, not torch: batches are built in a background thread, where torch's thread pool would
+        # compete with the training step's.
+        steps = np.diff(self.offsets.cpu().numpy())
         if num_bags and int(steps.min()) < 0:
-            bag = int(torch.nonzero(steps < 0)[0])
+            bag = int(np.flatnonzero(steps < 0)[0])
             raise ValueError(
                 f"offsets decrease at bag {bag}: {int(self.offsets[bag])} to "
                 f"{int(self.offsets[bag + 1])}"
@@ -96,7 +97,7 @@ class JaggedIds:
         return self.offsets.diff().view(self.num_features, -1)
 
     def narrow(self, start: int, stop: int) -> JaggedIds:
-        """The bags of samples `start … stop-1`, as a new `JaggedIds` (used to cut micro-batches)."""
+        """The bags of samples `start … stop-1`; used to cut micro-batches."""
         lengths_FB = self.lengths_FB()
         begin_F = self.offsets[:-1].view(self.num_features, -1)[:, start:stop]
         kept_FB = lengths_FB[:, start:stop]

@@ -268,7 +268,8 @@ def check_schema(schema: Schema) -> None:
         unknown = [name for name in used if name not in known]
         if unknown:
             raise UserError(
-                f"data.schema.format.columns doesn't list {', '.join(unknown)}, which the schema uses"
+                f"data.schema.format.columns doesn't list {', '.join(unknown)}, "
+                "which the schema uses"
             )
 
 

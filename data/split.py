@@ -44,8 +44,8 @@ class SplitRule:
     def _by_file(self, split: Split, num_files: int) -> tuple[int, int]:
         if num_files <= split.eval_files:
             raise UserError(
-                f"data.schema.split.kind=by_file holds out the last {split.eval_files} file(s), but "
-                f"data.raw names {num_files}; name more files or use split.kind=in_order"
+                f"data.schema.split.kind=by_file holds out the last {split.eval_files} file(s), "
+                f"but data.raw names {num_files}; name more files or use split.kind=in_order"
             )
         first_held_out = int(self._starts[num_files - split.eval_files])
         held_out = int(self._starts[-1]) - first_held_out
@@ -70,7 +70,7 @@ class SplitRule:
 
 
 def _uniform_hash(rows: np.ndarray, seed: int) -> np.ndarray:
-    """A number in [0, 1) for each row: splitmix64's finaliser (Steele et al. 2014) of (seed, row)."""
+    """A number in [0, 1) for each row: splitmix64's finaliser (Steele et al., 2014)."""
     u = np.uint64
     offset = (seed * 0xD1342543DE82EF95 + 0x632BE59BD9B4E019) % 2**64
     mixed = (rows.astype(np.uint64) + u(1)) * u(0x9E3779B97F4A7C15) + u(offset)

@@ -22,7 +22,6 @@ import pyarrow.parquet as pq
 from data.counting import KeyCounter
 from data.errors import UserError
 from data.schema import Feature
-from data.tokens import MISSING
 
 UNKNOWN_ROW = 0
 _SEGMENT_KEYS = 4 << 20

@@ -24,9 +24,7 @@ def start_values(
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     out_RD = torch.empty(rows, dim, dtype=dtype)
-    fill_uniform(
-        out_RD, seed=seed, table_name=name, row_start=0, col_start=0, dim=dim, bound=bound
-    )
+    fill_uniform(out_RD, seed=seed, table_name=name, row_start=0, col_start=0, dim=dim, bound=bound)
     return out_RD
 
 
@@ -57,7 +55,12 @@ def test_start_values_are_pinned() -> None:
     """A changed value breaks every user's reproduction of an earlier run."""
     values = start_values(1000, 16, name="C1", seed=42, bound=0.5)
     found = [values[row, col].item() for row, col in ((0, 0), (0, 1), (1, 0), (999, 15))]
-    assert found == [0.27157601714134216, -0.31514617800712585, 0.30629023909568787, -0.24929490685462952]
+    assert found == [
+        0.27157601714134216,
+        -0.31514617800712585,
+        0.30629023909568787,
+        -0.24929490685462952,
+    ]
 
 
 @given(
@@ -152,7 +155,9 @@ def test_name_and_seed_alone_select_the_values() -> None:
     assert not torch.equal(values, start_values(100, 8, seed=2))
     assert torch.equal(values[:50], start_values(50, 8)), "more rows change the first ones"
     # "1:1x" and "11:x" must not be confused: the seed is cut off the name unambiguously.
-    assert not torch.equal(start_values(9, 8, seed=1, name="1x"), start_values(9, 8, seed=11, name="x"))
+    assert not torch.equal(
+        start_values(9, 8, seed=1, name="1x"), start_values(9, 8, seed=11, name="x")
+    )
 
 
 def test_distribution_is_uniform_in_the_open_interval() -> None:
@@ -195,9 +200,7 @@ def test_rectangles_outside_the_table_and_other_types_are_refused() -> None:
     with pytest.raises(ValueError, match="'user'"):
         fill_uniform(torch.empty(2, 3), row_start=-1, col_start=0, **common)
     with pytest.raises(ValueError, match=r"'user'.*float16"):
-        fill_uniform(
-            torch.empty(2, 3, dtype=torch.float16), row_start=0, col_start=0, **common
-        )
+        fill_uniform(torch.empty(2, 3, dtype=torch.float16), row_start=0, col_start=0, **common)
 
 
 def test_impossible_configs_are_refused_by_name() -> None:
