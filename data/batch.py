@@ -58,7 +58,7 @@ class JaggedIds:
             )
         if num_bags % self.num_features if self.num_features else num_bags:
             raise ValueError(
-                f"{num_bags} bags can't be cut into {self.num_features} features of equal batch size"
+                f"{num_bags} bags can't be cut into {self.num_features} features of equal size"
             )
         first, last = int(self.offsets[0]), int(self.offsets[-1])
         if first != 0 or last != self.values_L.numel():
@@ -66,8 +66,8 @@ class JaggedIds:
                 f"offsets run from {first} to {last}, but must run from 0 to the number of ids, "
                 f"{self.values_L.numel()}"
             )
-        # numpy, not torch: batches are built in a background thread, where torch's thread pool would
-        # compete with the training step's.
+        # numpy, not torch: batches are built in a background thread, where torch's own threads
+        # would compete with the training step's.
         steps = np.diff(self.offsets.cpu().numpy())
         if num_bags and int(steps.min()) < 0:
             bag = int(np.flatnonzero(steps < 0)[0])

@@ -12,57 +12,37 @@ Three passes, of which only the first touches raw text:
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import shutil
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from data.arrays import Arrays, load_arrays, save_arrays
 from data.counting import KeyCounter
 from data.errors import RawDataError, UserError
+from data.id_counts import write_id_counts
 from data.lanes import PartWriter, Rows, write_whole
 from data.manifest import MANIFEST, InputFile, Manifest, PartInfo, check_same_schema, load_manifest
+from data.progress import ProgressListener, SilentListener
 from data.raw import RawBlock, RawReader, RawSlice, file_sha256
 from data.schema import Feature, Schema, check_schema, schema_to_dict
 from data.split import PARTS, TRAIN, SplitRule
 from data.tokens import MISSING
 from data.transform import Moments, transform_dense
 from data.vocabulary import MappedIds, Vocabulary, build_dictionary, map_dictionary
+from data.work_folder import locked
 
 _PARSE_THREADS = 2
 _COUNTER_BYTES = 192 << 20
 _DICTIONARY_BYTES_IN_MEMORY = 448 << 20
-
-
-class ProgressListener(Protocol):
-    """What a display needs to implement to follow `prepare`."""
-
-    def phase(self, name: str, total_bytes: int) -> None:
-        """A phase begins; `advance` will add up to `total_bytes`."""
-
-    def advance(self, num_bytes: int, num_rows: int) -> None:
-        """Some bytes and rows of the phase are done."""
-
-
-class SilentListener:
-    """Follows nothing."""
-
-    def phase(self, name: str, total_bytes: int) -> None:
-        """Ignored."""
-
-    def advance(self, num_bytes: int, num_rows: int) -> None:
-        """Ignored."""
 
 
 @dataclass(frozen=True)
@@ -90,28 +70,12 @@ def prepare(
     check_schema(schema)
     listener = listener or SilentListener()
     root.mkdir(parents=True, exist_ok=True)
-    work = root / ".work"
-    work.mkdir(exist_ok=True)
-    with _locked(work / "lock", root):
+    with locked(root) as work:
         if overwrite:
             (root / MANIFEST).unlink(missing_ok=True)
         elif (root / MANIFEST).exists():
-            manifest = _reuse(schema, inputs, root, listener)
-            shutil.rmtree(work)
-            return manifest
-        manifest = _Preparation(schema, inputs, root, work, listener).run()
-        shutil.rmtree(work)
-    return manifest
-
-
-@contextmanager
-def _locked(path: Path, root: Path) -> Iterator[None]:
-    with open(path, "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"data.root={root} is being prepared by another process") from None
-        yield
+            return _reuse(schema, inputs, root, listener)
+        return _Preparation(schema, inputs, root, work, listener).run()
 
 
 def _reuse(schema: Schema, inputs: RawInputs, root: Path, listener: ProgressListener) -> Manifest:
@@ -495,39 +459,6 @@ def _select_rows(arrays: Arrays, is_chosen: np.ndarray, features: tuple[Feature,
         else:
             chosen[name] = values[is_chosen]
     return chosen
-
-
-def write_id_counts(counter: KeyCounter, path: Path, root: Path) -> dict[str, Any]:
-    """Writes (id, count) of one feature, sorted by id; returns the manifest's summary of it."""
-    schema = pa.schema([("id", pa.int64()), ("count", pa.int64())])
-    ids_by_count: dict[int, int] = {}
-    with pq.ParquetWriter(path, schema, compression="zstd") as writer:
-        for run in counter.merged():
-            arrays = [pa.array(run.keys.view(np.int64)), pa.array(run.counts)]
-            writer.write_table(pa.Table.from_arrays(arrays, schema=schema))
-            for value, times in zip(*np.unique(run.counts, return_counts=True), strict=True):
-                ids_by_count[int(value)] = ids_by_count.get(int(value), 0) + int(times)
-    total = sum(value * times for value, times in ids_by_count.items())
-    return {
-        "file": str(path.relative_to(root)),
-        "distinct": sum(ids_by_count.values()),
-        "total": total,
-        "share_of_top": _share_of_top(ids_by_count, total),
-    }
-
-
-def _share_of_top(ids_by_count: dict[int, int], total: int) -> dict[str, float]:
-    """Share of all look-ups that go to the 1, 10, 100, … most frequent ids."""
-    shares: dict[str, float] = {}
-    top, taken, covered = 1, 0, 0
-    for value in sorted(ids_by_count, reverse=True):
-        times = ids_by_count[value]
-        while top <= taken + times:
-            shares[str(top)] = round((covered + (top - taken) * value) / total, 6)
-            top *= 10
-        taken += times
-        covered += times * value
-    return shares
 
 
 def _blocks(spooled: list[_SpooledFile]) -> Iterator[tuple[int, int, int, Path, int]]:

@@ -87,20 +87,27 @@ class ReferenceEmbeddings:
 
     def apply(self, lr: float) -> None:
         """Update every table from the gradients that autograd left, and drop these."""
+        # torch warns where nobody has said whether to check its sparse tensors; here they may be.
+        with torch.sparse.check_sparse_tensor_invariants(True):
+            if self._config.weight_decay:
+                self._add_weight_decay()
+            for group in self._optimizer.param_groups:
+                group["lr"] = lr
+            self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def _add_weight_decay(self) -> None:
+        """Add the decay to the gradients of the touched rows."""
         for bag in self._bags.values():
             weight_RD = bag.weight
-            if weight_RD.grad is None or not self._config.weight_decay:
+            if weight_RD.grad is None:
                 continue
             grad = weight_RD.grad.coalesce()
             rows_K = grad.indices()[0]
             decayed_KD = grad.values() + self._config.weight_decay * weight_RD.detach()[rows_K]
             weight_RD.grad = torch.sparse_coo_tensor(
-                grad.indices(), decayed_KD, grad.shape, is_coalesced=True, check_invariants=False
+                grad.indices(), decayed_KD, grad.shape, is_coalesced=True
             )
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
 
     def read(self, table: str) -> dict[str, Tensor]:
         """Copies of a table's weights and state, under the names that `RowStore.read` uses."""

@@ -100,13 +100,13 @@ def test_broken_rules_are_named(shards: list[Shard], message: str) -> None:
 
 
 def test_tables_and_exchanges_must_be_complete() -> None:
-    with pytest.raises(ValueError, match="'item': gap"):
+    with pytest.raises(ValueError, match=r"'item': gap"):
         Plan(1, (WHOLE,), {"user": "kv", "item": "kv"}).validate([USER, ITEM])
-    with pytest.raises(ValueError, match="'user': exchange is None.*sharding.exchange"):
+    with pytest.raises(ValueError, match=r"'user': exchange is None.*sharding.exchange"):
         Plan(1, (WHOLE,), {}).validate([USER])
-    with pytest.raises(ValueError, match="'item': .*unknown table"):
+    with pytest.raises(ValueError, match=r"'item': .*unknown table"):
         Plan(1, (WHOLE,), {"user": "kv", "item": "kv"}).validate([USER])
-    with pytest.raises(ValueError, match="world_size is 0"):
+    with pytest.raises(ValueError, match=r"world_size is 0"):
         Plan(0, (), {}).validate([])
 
 
@@ -140,13 +140,13 @@ def test_every_tiling_is_valid_and_none_survives_a_loss_a_copy_or_a_growth(
 
     victim = data.draw(st.integers(0, len(order) - 1))
     lost = order[:victim] + order[victim + 1 :]
-    with pytest.raises(ValueError, match="'user'"):
+    with pytest.raises(ValueError, match=r"'user'"):
         Plan(2, tuple(lost), {"user": "kv"}).validate([USER])
-    with pytest.raises(ValueError, match="'user': overlap"):
+    with pytest.raises(ValueError, match=r"'user': overlap"):
         plan_of(*order, order[victim]).validate([USER])
     if order[victim].row_stop < USER.rows:
         grown = replace(order[victim], row_stop=order[victim].row_stop + 1)
-        with pytest.raises(ValueError, match="'user': overlap"):
+        with pytest.raises(ValueError, match=r"'user': overlap"):
             plan_of(*lost, grown).validate([USER])
 
 

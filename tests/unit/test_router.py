@@ -146,12 +146,12 @@ def test_ids_outside_a_table_are_named_before_anything_else_happens(
 
 def test_the_first_offender_is_named() -> None:
     bags_FB = [[[1], [2]], [[0], []], [[4, 3], [9, -1]], [[99], [98]]]
-    with pytest.raises(IdOutOfRange, match="'clicked'.*'item'.*id 9 of sample 1"):
+    with pytest.raises(IdOutOfRange, match=r"'clicked'.*'item'.*id 9 of sample 1"):
         router().plan_batch(jagged(bags_FB))
 
 
 def test_the_number_of_features_is_checked() -> None:
-    with pytest.raises(ValueError, match="3 sparse features, the model 4"):
+    with pytest.raises(ValueError, match=r"3 sparse features, the model 4"):
         router().plan_batch(jagged([[[1]], [[1]], [[1]]]))
 
 
@@ -169,7 +169,7 @@ def test_groups_must_hold_the_tables_whole() -> None:
     groups = local_groups(
         single_process_plan(TABLES[:2]), rank=0, dtype=torch.float64, optimizer="sgd"
     )
-    with pytest.raises(ValueError, match="whole"):
+    with pytest.raises(ValueError, match=r"whole"):
         Router(TABLES, FEATURES, groups)
 
 

@@ -195,27 +195,27 @@ def test_default_bound_is_that_of_the_reference_dlrm() -> None:
 
 def test_rectangles_outside_the_table_and_other_types_are_refused() -> None:
     common = {"seed": 1, "table_name": "user", "dim": 4, "bound": 0.1}
-    with pytest.raises(ValueError, match="'user'.*columns 2 to 5"):
+    with pytest.raises(ValueError, match=r"'user'.*columns 2 to 5"):
         fill_uniform(torch.empty(2, 3), row_start=0, col_start=2, **common)
-    with pytest.raises(ValueError, match="'user'"):
+    with pytest.raises(ValueError, match=r"'user'"):
         fill_uniform(torch.empty(2, 3), row_start=-1, col_start=0, **common)
     with pytest.raises(ValueError, match=r"'user'.*float16"):
         fill_uniform(torch.empty(2, 3, dtype=torch.float16), row_start=0, col_start=0, **common)
 
 
 def test_impossible_configs_are_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="'user': rows is 0"):
+    with pytest.raises(ValueError, match=r"'user': rows is 0"):
         TableConfig("user", rows=0, dim=4)
-    with pytest.raises(ValueError, match="'user': dim is -1"):
+    with pytest.raises(ValueError, match=r"'user': dim is -1"):
         TableConfig("user", rows=3, dim=-1)
-    with pytest.raises(ValueError, match="name"):
+    with pytest.raises(ValueError, match=r"name"):
         TableConfig("", rows=3, dim=1)
-    with pytest.raises(ValueError, match="'f'.*'user'.*'max'"):
+    with pytest.raises(ValueError, match=r"'f'.*'user'.*'max'"):
         FeatureConfig("f", "user", pooling="max")  # type: ignore[arg-type]
     user = TableConfig("user", rows=3, dim=1)
-    with pytest.raises(ValueError, match="table 'user' is defined twice"):
+    with pytest.raises(ValueError, match=r"table 'user' is defined twice"):
         validate_tables([user, TableConfig("user", rows=9, dim=2)], [])
-    with pytest.raises(ValueError, match="feature 'f' is defined twice"):
+    with pytest.raises(ValueError, match=r"feature 'f' is defined twice"):
         validate_tables([user], [FeatureConfig("f", "user"), FeatureConfig("f", "user")])
-    with pytest.raises(ValueError, match="'f' looks up table 'item'"):
+    with pytest.raises(ValueError, match=r"'f' looks up table 'item'"):
         validate_tables([user], [FeatureConfig("f", "item")])

@@ -1,0 +1,398 @@
+"""Criteo-shaped synthetic data with a known teacher, so that the best reachable AUC is known.
+
+A row has 13 counts and 26 categorical ids with Criteo's missing rates; ids follow a Zipf law over
+Criteo Kaggle's cardinalities times a factor. The teacher's logit is
+
+    bias + Σ_f scale_f · effect_f(id_f) + Σ_pairs latent(id_f) · latent(id_g) + Σ_j slope_j · z_j
+
+where effects shrink with an id's rank (a rare id says little, as nobody could learn it) and z_j is a
+standardised log count. Labels are drawn with probability sigmoid(logit): nobody can rank the test
+rows better than by this logit, which is stored beside them (column `teacher_logit`).
+
+Everything is a function of (settings, chunk of 65,536 rows), so it is the same on every machine up
+to the last bits of `pow` and `log`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import shutil
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv as pa_csv
+
+from data.counting import KeyCounter
+from data.errors import UserError
+from data.id_counts import write_id_counts
+from data.lanes import PartWriter, Rows
+from data.manifest import FORMAT_VERSION, MANIFEST, Manifest, PartInfo, load_manifest
+from data.progress import ProgressListener, SilentListener
+from data.raw import file_sha256
+from data.schema import (
+    DenseColumn,
+    Feature,
+    RawFormat,
+    Schema,
+    SparseColumn,
+    Split,
+    resolve_features,
+)
+from data.split import PARTS, TRAIN
+from data.transform import transform_dense
+from data.vocabulary import MappedIds
+from data.work_folder import locked
+
+TEACHER_COLUMN = "teacher_logit"
+CHUNK_ROWS = 65_536
+
+# Distinct values of Criteo Kaggle's C1 … C26 in the full train.txt, missing counted as one.
+CRITEO_CARDINALITIES = (
+    1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194,
+    27, 14992, 5461306, 10, 5652, 2173, 4, 7046547, 18, 15, 286181, 105, 142572,
+)  # fmt: skip
+# Percent missing in the first 8,000 rows of Criteo Kaggle's train.txt, rounded.
+_DENSE_MISSING_PERCENT = (45, 0, 20, 20, 5, 25, 5, 0, 5, 45, 5, 78, 20)
+_SPARSE_MISSING_PERCENT = (
+    0, 0, 3, 3, 0, 13, 0, 0, 0, 0, 0, 3, 0, 0, 0, 3, 0, 0, 45, 45, 3, 82, 0, 3, 45, 45,
+)  # fmt: skip
+NUM_DENSE, NUM_SPARSE = 13, 26
+_NUM_PAIRS = 6
+_EFFECT_HALF_RANK = 20.0
+_LOGIT_DEVIATION = 1.35
+
+
+@dataclass
+class SyntheticConfig:
+    """Settings of the generator."""
+
+    num_train: int = 1_500_000
+    """Rows to train on."""
+    num_valid: int = 100_000
+    """Rows to validate on."""
+    num_test: int = 100_000
+    """Rows to test on."""
+    cardinality_scale: float = 0.01
+    """Criteo Kaggle's cardinalities times this, at least 3 each (1.0: 33.8 M ids in all)."""
+    zipf: float = 1.05
+    """Exponent of the ids' distribution; must exceed 1."""
+    label_rate: float = 0.256
+    """Share of positive labels."""
+    seed: int = 0
+    """Another seed, another teacher and other rows."""
+    raw_out: str | None = None
+    """`dlrm prepare data=synthetic data.synthetic.raw_out=FILE`: write raw Criteo TSV instead."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_train", "num_valid", "num_test"):
+            value = getattr(self, name)
+            if value < (1 if name == "num_train" else 0):
+                raise UserError(f"data.synthetic.{name}={value}: must not be negative (train: 1)")
+        if not self.cardinality_scale > 0:
+            raise UserError(
+                f"data.synthetic.cardinality_scale={self.cardinality_scale}: must be positive"
+            )
+        if not self.zipf > 1:
+            raise UserError(f"data.synthetic.zipf={self.zipf}: must exceed 1")
+        if not 0 < self.label_rate < 1:
+            raise UserError(f"data.synthetic.label_rate={self.label_rate}: must lie in (0, 1)")
+
+    def settings(self) -> dict[str, float]:
+        """What the data depend on, for the manifest."""
+        values = dataclasses.asdict(self)
+        del values["raw_out"]
+        return values
+
+    def digest(self) -> str:
+        """Short name of the dataset that these settings give."""
+        text = json.dumps([FORMAT_VERSION, self.settings()], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+    def cardinalities(self) -> list[int]:
+        """Ids of each feature."""
+        return [max(3, round(n * self.cardinality_scale)) for n in CRITEO_CARDINALITIES]
+
+
+@dataclass(frozen=True)
+class SyntheticChunk:
+    """Raw values of some rows.
+
+    Attributes:
+        dense_NB: fp64 counts, NaN = missing.
+        ranks_FB: int64 rank of each id in its feature's popularity, -1 = missing.
+        logit_B: fp64, the teacher's.
+        label_B: uint8.
+    """
+
+    dense_NB: np.ndarray
+    ranks_FB: np.ndarray
+    logit_B: np.ndarray
+    label_B: np.ndarray
+
+
+class Teacher:
+    """The model that labels are drawn from; see the module's docstring."""
+
+    def __init__(self, config: SyntheticConfig) -> None:
+        self._config = config
+        self._cardinalities = config.cardinalities()
+        rng = np.random.Generator(np.random.Philox(key=[config.seed, 0xD17]))
+        self._slopes = rng.normal(0.0, 0.25, NUM_DENSE)
+        self._scales = rng.uniform(0.3, 1.0, NUM_SPARSE)
+        # The entry after the last id is that of a missing value.
+        shrink = [
+            1 / np.sqrt(1 + np.arange(n + 1) / _EFFECT_HALF_RANK) for n in self._cardinalities
+        ]
+        self._effects = [
+            rng.standard_normal(n + 1) * s for n, s in zip(self._cardinalities, shrink, strict=True)
+        ]
+        chosen = rng.choice(NUM_SPARSE, 2 * _NUM_PAIRS, replace=False)
+        self._pairs = chosen.reshape(_NUM_PAIRS, 2).tolist()
+        self._latents = {
+            f: rng.standard_normal(self._cardinalities[f] + 1) * shrink[f] for f in chosen.tolist()
+        }
+        self._factor, self._bias = 1.0, 0.0
+        self._calibrate()
+
+    def chunk(self, number: int) -> SyntheticChunk:
+        """Rows `number · 65,536 …` (always a full chunk)."""
+        rng = np.random.Generator(np.random.Philox(key=[self._config.seed, (1 << 32) + number]))
+        dense_NB = self._draw_dense(rng)
+        ranks_FB = self._draw_ranks(rng)
+        logit_B = self._factor * self._score(dense_NB, ranks_FB) + self._bias
+        label_B = (rng.random(CHUNK_ROWS) < 1 / (1 + np.exp(-logit_B))).astype(np.uint8)
+        return SyntheticChunk(dense_NB, ranks_FB, logit_B, label_B)
+
+    def _draw_dense(self, rng: np.random.Generator) -> np.ndarray:
+        dense_NB = np.floor(np.exp(rng.normal(1.5, 1.5, (NUM_DENSE, CHUNK_ROWS))))
+        dense_NB[1] -= 3  # As in Criteo, the second count is sometimes negative.
+        is_missing = rng.random((NUM_DENSE, CHUNK_ROWS)) * 100 < np.array(
+            _DENSE_MISSING_PERCENT
+        ).reshape(-1, 1)
+        dense_NB[is_missing] = np.nan
+        return dense_NB
+
+    def _draw_ranks(self, rng: np.random.Generator) -> np.ndarray:
+        ranks_FB = np.empty((NUM_SPARSE, CHUNK_ROWS), dtype=np.int64)
+        power = 1 - self._config.zipf
+        for feature, cardinality in enumerate(self._cardinalities):
+            # Inverse of the distribution function of the continuous law x^-zipf on [1, n + 1].
+            top = (cardinality + 1.0) ** power
+            uniform = rng.random(CHUNK_ROWS)
+            ranks = (1 - uniform * (1 - top)) ** (1 / power)
+            ranks_FB[feature] = np.minimum(ranks.astype(np.int64) - 1, cardinality - 1)
+            if percent := _SPARSE_MISSING_PERCENT[feature]:
+                ranks_FB[feature][rng.random(CHUNK_ROWS) * 100 < percent] = -1
+        return ranks_FB
+
+    def _score(self, dense_NB: np.ndarray, ranks_FB: np.ndarray) -> np.ndarray:
+        z_NB = np.log1p(np.fmax(dense_NB, 0.0)) - 1.5
+        score_B = self._slopes @ z_NB
+        for feature in range(NUM_SPARSE):
+            score_B += self._scales[feature] * self._effects[feature][ranks_FB[feature]]
+        for left, right in self._pairs:
+            score_B += self._latents[left][ranks_FB[left]] * self._latents[right][ranks_FB[right]]
+        return score_B
+
+    def _calibrate(self) -> None:
+        """Sets scale and bias so that logits spread as wanted and the label rate is as asked."""
+        rng = np.random.Generator(np.random.Philox(key=[self._config.seed, 0xCA1]))
+        scores = np.concatenate(
+            [self._score(self._draw_dense(rng), self._draw_ranks(rng)) for _ in range(3)]
+        )
+        self._factor = _LOGIT_DEVIATION / float(scores.std())
+        logits = self._factor * scores
+        low, high = -30.0, 30.0
+        for _ in range(60):
+            middle = (low + high) / 2
+            rate = float((1 / (1 + np.exp(-(logits + middle)))).mean())
+            low, high = (middle, high) if rate < self._config.label_rate else (low, middle)
+        self._bias = (low + high) / 2
+
+
+def synthetic_schema(config: SyntheticConfig) -> Schema:
+    """The schema under which the generator's ids are what `hash` makes of the rank."""
+    dense = [f"I{n}" for n in range(1, NUM_DENSE + 1)]
+    sparse = [f"C{n}" for n in range(1, NUM_SPARSE + 1)]
+    return Schema(
+        name="synthetic",
+        format=RawFormat(columns=["label", *dense, *sparse]),
+        dense={name: DenseColumn("log1p") for name in dense},
+        sparse={
+            name: SparseColumn(rows=n + 1)
+            for name, n in zip(sparse, config.cardinalities(), strict=True)
+        },
+        sparse_default=SparseColumn(token="int", vocabulary="hash", missing="row"),
+        split=Split(kind="given"),
+    )
+
+
+def synthesise(
+    config: SyntheticConfig, root: Path, listener: ProgressListener | None = None
+) -> Manifest:
+    """Makes the prepared dataset in `root`; returns at once where it is there already.
+
+    Raises:
+        UserError: where `root` holds another dataset.
+    """
+    listener = listener or SilentListener()
+    root.mkdir(parents=True, exist_ok=True)
+    with locked(root) as work:
+        if (root / MANIFEST).exists():
+            manifest = load_manifest(root)
+            if manifest.synthetic != config.settings():
+                raise UserError(
+                    f"data.root={root} holds another dataset ({manifest.schema.name}, settings "
+                    f"{manifest.synthetic}); choose another data.root"
+                )
+            return manifest
+        manifest = _generate(config, root, work, listener)
+        manifest.save(root)
+    return manifest
+
+
+def write_raw_tsv(
+    config: SyntheticConfig, path: Path, listener: ProgressListener | None = None
+) -> int:
+    """Writes the same rows (train, valid, test in order) as raw Criteo TSV; returns the rows.
+
+    Ids become 8 hex digits: an odd multiple of the rank modulo 2^32, so distinct and scattered.
+    """
+    listener = listener or SilentListener()
+    num_rows = config.num_train + config.num_valid + config.num_test
+    listener.phase("generate", num_rows)
+    options = pa_csv.WriteOptions(include_header=False, delimiter="\t", quoting_style="none")
+    temporary = path.with_name(path.name + ".partial")
+    with open(temporary, "wb") as sink:
+        for start, stop, chunk in _chunks(Teacher(config), 0, num_rows):
+            columns: dict[str, pa.Array] = {"label": pa.array(chunk.label_B[start:stop])}
+            for n, values in enumerate(chunk.dense_NB[:, start:stop]):
+                is_missing = np.isnan(values)
+                whole = np.where(is_missing, 0, values).astype(np.int64)
+                columns[f"I{n + 1}"] = pa.array(whole, mask=is_missing)
+            for f, ranks in enumerate(chunk.ranks_FB[:, start:stop]):
+                columns[f"C{f + 1}"] = _hex_tokens(f, ranks)
+            pa_csv.write_csv(pa.table(columns), sink, options)
+            listener.advance(stop - start, stop - start)
+    temporary.replace(path)
+    return num_rows
+
+
+def _hex_tokens(feature: int, ranks: np.ndarray) -> pa.Array:
+    values = (ranks * 2654435761 + (feature + 1) * 40503) & 0xFFFFFFFF
+    digits = np.frombuffer(b"0123456789abcdef", dtype=np.uint8)
+    text = np.empty((len(values), 8), dtype=np.uint8)
+    for place in range(8):
+        text[:, place] = digits[(values >> (28 - 4 * place)) & 15]
+    tokens = pa.StringArray.from_buffers(
+        len(values),
+        pa.py_buffer(np.arange(0, 8 * len(values) + 1, 8, dtype=np.int32)),
+        pa.py_buffer(text),
+    )
+    if (ranks < 0).any():
+        present = np.where(ranks >= 0, np.arange(len(ranks)), -1)
+        tokens = tokens.take(pa.array(present, mask=ranks < 0))
+    return tokens
+
+
+def _generate(
+    config: SyntheticConfig, root: Path, work: Path, listener: ProgressListener
+) -> Manifest:
+    schema = synthetic_schema(config)
+    features = resolve_features(schema)
+    counters = {f.name: KeyCounter(work / "ids" / f.name, 8 << 20) for f in features}
+    num_rows = config.num_train + config.num_valid + config.num_test
+    listener.phase("generate", num_rows)
+    parts: dict[str, PartInfo] = {}
+    teacher = Teacher(config)
+    with ThreadPoolExecutor(2) as pool:
+        begin = 0
+        for number, (part, size) in enumerate(
+            zip(PARTS, (config.num_train, config.num_valid, config.num_test), strict=True)
+        ):
+            writer = PartWriter(root, part, pool)
+            positives = 0
+            missing = dict.fromkeys(counters, 0)
+            for start, stop, chunk in _chunks(teacher, begin, size, pool):
+                rows = _rows_of(schema, features, chunk, start, stop)
+                writer.append(rows.to_table(features))
+                positives += int(chunk.label_B[start:stop].sum())
+                for name, mapped in rows.ids.items():
+                    missing[name] += mapped.num_missing
+                    if number == TRAIN:
+                        counters[name].add(mapped.used_rows, mapped.used_counts)
+                listener.advance(stop - start, stop - start)
+            parts[part] = PartInfo(
+                rows=size,
+                files=writer.close(),
+                label_rate=positives / size if size else None,
+                unknown=dict.fromkeys(counters, 0),
+                missing=missing,
+                ids=dict.fromkeys(counters, size),
+            )
+            begin += size
+    shutil.rmtree(root / "counts", ignore_errors=True)
+    (root / "counts").mkdir()
+    counts, outputs = {}, {}
+    for name, counter in counters.items():
+        path = root / "counts" / f"{name}.parquet"
+        counts[name] = write_id_counts(counter, path, root)
+        outputs[counts[name]["file"]] = file_sha256(path)
+    return Manifest(
+        schema=schema,
+        table_rows={f.table: f.rows or 0 for f in features},
+        inputs=[],
+        parts=parts,
+        moments={},
+        counts=counts,
+        outputs=outputs,
+        extra_columns=[TEACHER_COLUMN],
+        synthetic=config.settings(),
+    )
+
+
+def _chunks(
+    teacher: Teacher, begin: int, size: int, pool: ThreadPoolExecutor | None = None
+) -> Iterator[tuple[int, int, SyntheticChunk]]:
+    """(first, last + 1, chunk) for rows `begin … begin + size - 1` of the endless stream of rows."""
+    end = begin + size
+    numbers = range(begin // CHUNK_ROWS, -(-end // CHUNK_ROWS))
+    flying: deque[Future[SyntheticChunk]] = deque()
+    ahead = iter(numbers)
+    for number in numbers:
+        if pool is None:
+            chunk = teacher.chunk(number)
+        else:
+            while len(flying) < 2 and (upcoming := next(ahead, None)) is not None:
+                flying.append(pool.submit(teacher.chunk, upcoming))
+            chunk = flying.popleft().result()
+        first = number * CHUNK_ROWS
+        yield max(begin - first, 0), min(end - first, CHUNK_ROWS), chunk
+
+
+def _rows_of(
+    schema: Schema, features: tuple[Feature, ...], chunk: SyntheticChunk, start: int, stop: int
+) -> Rows:
+    dense = {name: chunk.dense_NB[n, start:stop] for n, name in enumerate(schema.dense)}
+    ids = {}
+    for feature in features:
+        ranks = chunk.ranks_FB[feature.position, start:stop]
+        rows = ranks + 1  # Row 0: missing.
+        used_rows, used_counts = np.unique(rows, return_counts=True)
+        num_missing = int(np.count_nonzero(ranks < 0))
+        ids[feature.name] = MappedIds(rows, None, None, 0, num_missing, used_rows, used_counts)
+    return Rows(
+        num_rows=stop - start,
+        label_B=chunk.label_B[start:stop],
+        weight_B=None,
+        dense=transform_dense(schema, dense, {}),
+        ids=ids,
+        extra={TEACHER_COLUMN: chunk.logit_B[start:stop].astype(np.float32)},
+    )

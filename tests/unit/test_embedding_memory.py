@@ -1,0 +1,132 @@
+"""Memory of a step follows the batch, and filling a table needs the table and little more.
+
+Measured in processes of their own: the peak of a process only ever grows. glibc raises the size
+from which it returns freed memory at once as a program runs; MALLOC_MMAP_THRESHOLD_ pins it, without
+which these figures say little.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux", reason="resident memory is read from /proc/self"
+)
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+STEPS_PROGRAM = """
+import json, sys
+import torch
+from data.batch import JaggedIds
+from embeddings import FeatureConfig, RowOptimizerConfig, ShardedEmbeddings, TableConfig
+
+ROWS, DIM, B = 2_000_000, 64, 2048
+
+def status_bytes(field):
+    with open("/proc/self/status") as lines:
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
+
+backend, name = sys.argv[1:]
+embeddings = ShardedEmbeddings(
+    [TableConfig("t", ROWS, DIM)],
+    [FeatureConfig("f", "t"), FeatureConfig("g", "t", pooling="mean")],
+    RowOptimizerConfig(name=name),
+    dtype=torch.float32, seed=1, backend=backend,
+)
+assert embeddings.backend == backend
+# State takes memory once a step touches it, which is the table's due and not the step's.
+for state in embeddings.store.state(0).values():
+    state.zero_()
+
+def step(batch_size):
+    ids = JaggedIds(
+        torch.randint(ROWS, (2 * 2 * batch_size,)), torch.arange(0, 4 * batch_size + 1, 2), 2
+    )
+    plan = embeddings.plan_batch(ids)
+    pooled = embeddings.lookup(plan)
+    pooled.square().mean().backward()
+    embeddings.apply(embeddings.backward(plan, pooled.grad, 0.1), 0.1)
+    embeddings.lookup(embeddings.plan_batch(ids, training=False), training=False)
+
+step(2)  # loads what a first step loads, with next to no data
+with open("/proc/self/clear_refs", "w") as control:
+    control.write("5")  # the peak starts again from the present size
+before = status_bytes("VmRSS")
+for _ in range(5):
+    step(B)
+print(json.dumps({
+    "table_bytes": embeddings.store.table_bytes(),
+    "extra_bytes": status_bytes("VmHWM") - before,
+}))
+"""
+
+FILL_PROGRAM = """
+import json
+import torch
+from embeddings.table import fill_uniform
+
+def status_bytes(field):
+    with open("/proc/self/status") as lines:
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
+
+def fill(rows):
+    out = torch.empty(rows, 64)
+    fill_uniform(out, seed=1, table_name="t", row_start=0, col_start=0, dim=64, bound=0.1)
+    return out
+
+fill(1)
+before = status_bytes("VmRSS")
+out = fill(1_000_000)
+print(json.dumps({"table_bytes": out.nbytes, "extra_bytes": status_bytes("VmHWM") - before}))
+"""
+
+
+def measure(program: str, *arguments: str) -> dict[str, Any]:
+    result = subprocess.run(
+        [sys.executable, "-c", program, *arguments],
+        cwd=REPOSITORY,
+        env={
+            **os.environ,
+            "PYTHONPATH": str(REPOSITORY),
+            "MALLOC_MMAP_THRESHOLD_": "131072",
+            "OMP_NUM_THREADS": "1",
+        },
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+@pytest.mark.parametrize(
+    ("backend", "name"),
+    [
+        ("torch", "sgd"),
+        ("torch", "rowwise_adagrad"),
+        ("torch", "adagrad"),
+        ("torch", "adam"),
+        ("fbgemm", "sgd"),
+        ("fbgemm", "rowwise_adagrad"),
+        ("fbgemm", "adagrad"),
+    ],
+)
+def test_a_steps_memory_follows_the_batch(backend: str, name: str) -> None:
+    """B39: 2,000,000 rows of 64 (512 MB), 2,048 samples of 4 ids (2 MB of rows)."""
+    measured = measure(STEPS_PROGRAM, backend, name)
+    assert measured["table_bytes"] == 512_000_000
+    assert measured["extra_bytes"] < 0.05 * measured["table_bytes"], measured
+
+
+def test_filling_a_table_needs_little_beside_it() -> None:
+    measured = measure(FILL_PROGRAM)
+    assert measured["table_bytes"] == 256_000_000
+    assert measured["table_bytes"] <= measured["extra_bytes"] <= 1.3 * measured["table_bytes"]
