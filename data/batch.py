@@ -94,12 +94,12 @@ class JaggedIds:
 
     def lengths_FB(self) -> Tensor:
         """Ids per bag, int64, `(F, B)`."""
-        return self.offsets.diff().view(self.num_features, -1)
+        return self.offsets.diff().view(self.num_features, self.batch_size)
 
     def narrow(self, start: int, stop: int) -> JaggedIds:
         """The bags of samples `start … stop-1`; used to cut micro-batches."""
         lengths_FB = self.lengths_FB()
-        begin_F = self.offsets[:-1].view(self.num_features, -1)[:, start:stop]
+        begin_F = self.offsets[:-1].view(self.num_features, self.batch_size)[:, start:stop]
         kept_FB = lengths_FB[:, start:stop]
         kept = kept_FB.reshape(-1)
         offsets = torch.zeros(kept.numel() + 1, dtype=torch.int64)

@@ -13,7 +13,6 @@ contiguous share of the lanes, and reading without shuffling gives back the raw 
 from __future__ import annotations
 
 import hashlib
-import os
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from data.files import write_whole
 from data.schema import Feature
 from data.vocabulary import MappedIds
 
@@ -176,16 +176,6 @@ def lane_order(num_rows: int) -> np.ndarray:
     if num_rows % NUM_LANES == 0:
         return np.arange(num_rows).reshape(-1, NUM_LANES).T.reshape(-1)
     return np.concatenate([np.arange(lane, num_rows, NUM_LANES) for lane in range(NUM_LANES)])
-
-
-def write_whole(path: Path, payload: Any) -> None:
-    """Writes a file so that it is whole or absent: temporary name, flush to disk, rename."""
-    temporary = path.with_name(path.name + ".partial")
-    with open(temporary, "wb") as opened:
-        opened.write(payload)
-        opened.flush()
-        os.fsync(opened.fileno())
-    os.replace(temporary, path)
 
 
 def _fits_int32(ids: np.ndarray) -> bool:

@@ -49,11 +49,12 @@ class Prefetcher(Generic[T]):
             self._queue.put(_END)
             raise StopIteration
         if isinstance(item, _Failure):
+            self._queue.put(_END)
             raise item.error
         return item  # type: ignore[return-value]
 
     def close(self) -> None:
-        """Stops the thread and waits for it."""
+        """Stops the thread and waits for it; what was read ahead is dropped."""
         self._stopped.set()
         while self._thread.is_alive():
             # The thread may be blocked on a full queue: make room until it sees the flag.
@@ -61,6 +62,10 @@ class Prefetcher(Generic[T]):
                 self._queue.get_nowait()
             except queue.Empty:
                 self._thread.join(0.01)
+        # Whoever asks for more finds the end and doesn't wait for a thread that is gone.
+        with self._queue.mutex:
+            self._queue.queue.clear()
+        self._queue.put(_END)
 
     def _fill(self, source: Iterable[T]) -> None:
         try:

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from data.errors import SchemaMismatch, UserError
-from data.lanes import PartFile, write_whole
+from data.files import write_whole
+from data.lanes import PartFile
 from data.schema import (
     Feature,
     Schema,

@@ -272,6 +272,8 @@ class _LaneReader:
             num_features=len(self._dataset.features),
             single_positions=[f.position for f in self._dataset.singles],
             num_dense=len(self._dataset.manifest.dense_columns),
+            has_weight=self._dataset.manifest.schema.example_weight is not None,
+            has_bag_weights=any(f.bag_weights for f in self._dataset.features),
         )
 
 
@@ -326,14 +328,22 @@ def assemble_batch(
     num_features: int,
     single_positions: list[int],
     num_dense: int,
+    has_weight: bool = False,
+    has_bag_weights: bool = False,
 ) -> Batch:
-    """Slices of decoded columns, one after the other, as one `Batch`."""
+    """Slices of decoded columns, one after the other, as one `Batch`.
+
+    Args:
+        has_weight, has_bag_weights: what a batch without pieces is to hold: an empty share of a
+            rank must have the same parts as the other ranks' shares.
+    """
     if not pieces:
-        empty = torch.zeros(1, dtype=torch.int64)
-        no_ids = JaggedIds(torch.zeros(0, dtype=torch.int64), empty, num_features)
-        no_values = torch.zeros(0)
-        no_rows = torch.zeros(0, dtype=torch.int64)
-        return Batch(torch.zeros(0, num_dense), no_ids, no_values, None, no_rows)
+        no_values, no_rows = torch.zeros(0), torch.zeros(0, dtype=torch.int64)
+        offsets = torch.zeros(1, dtype=torch.int64)
+        no_bag_weights = no_values if has_bag_weights else None
+        no_ids = JaggedIds(no_rows, offsets, num_features, no_bag_weights)
+        no_weights = no_values if has_weight else None
+        return Batch(torch.zeros(0, num_dense), no_ids, no_values, no_weights, no_rows)
     first = pieces[0][0]
     dense_BN = np.concatenate([c.dense_BN[a:b] for c, a, b in pieces])
     single_FB = np.concatenate([c.single_FB[:, a:b] for c, a, b in pieces], axis=1)

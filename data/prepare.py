@@ -28,11 +28,12 @@ import pyarrow as pa
 from data.arrays import Arrays, load_arrays, save_arrays
 from data.counting import KeyCounter
 from data.errors import RawDataError, UserError
+from data.files import file_sha256, write_whole
 from data.id_counts import write_id_counts
-from data.lanes import PartWriter, Rows, write_whole
+from data.lanes import PartWriter, Rows
 from data.manifest import MANIFEST, InputFile, Manifest, PartInfo, check_same_schema, load_manifest
 from data.progress import ProgressListener, SilentListener
-from data.raw import RawBlock, RawReader, RawSlice, file_sha256
+from data.raw import RawBlock, RawReader, RawSlice
 from data.schema import Feature, Schema, check_schema, schema_to_dict
 from data.split import PARTS, TRAIN, SplitRule
 from data.tokens import MISSING

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import glob
 import gzip
-import hashlib
 import io
 import re
 import zlib
@@ -24,12 +23,13 @@ import pyarrow.csv as pa_csv
 import pyarrow.parquet as pq
 
 from data.errors import RawDataError, UserError
-from data.raw_lines import explain_bad_slice
+from data.raw_lines import explain_bad_slice, split_fields
 from data.schema import Feature, Schema, resolve_features, used_columns
 from data.tokens import MISSING, BadToken, EncodedColumn, encode
 
 SLICE_BYTES = 8 << 20
 _PARQUET_BLOCK_ROWS = 65_536
+_DAMAGED_ARCHIVE = (EOFError, gzip.BadGzipFile, zlib.error)
 
 
 @dataclass(frozen=True)
@@ -91,15 +91,15 @@ def has_labels(path: Path, schema: Schema) -> bool:
     """Whether a raw file holds the label column: by name, or by the fields of its first line.
 
     Raises:
-        RawDataError: where there is no header and the count fits neither.
+        RawDataError: where there is no header and the count fits neither, or the file is damaged.
     """
     label, form = schema.label.column, schema.format
     if form.kind == "parquet":
-        return label in pq.read_schema(path).names
-    opener: Any = gzip.open if path.suffix == ".gz" else open
-    with opener(path, "rb") as opened:
-        first = opened.readline().removeprefix(b"\xef\xbb\xbf").decode("utf-8", errors="replace")
-    fields = [field.strip() for field in first.rstrip("\r\n").split(form.delimiter)]
+        try:
+            return label in pq.read_schema(path).names
+        except (pa.ArrowInvalid, OSError) as error:
+            raise _bad_parquet(path, error) from None
+    fields = _names_of(_first_line(path), schema)
     if form.header:
         return label in fields
     absent = {label, schema.example_weight} - {None}
@@ -150,6 +150,8 @@ class RawReader:
         columns = piece.columns
         try:
             table = self._read_csv(piece.payload, columns)
+            if table.num_rows > piece.num_lines:
+                raise _BadColumn("a carriage return inside a line")
             block = self._encode(table)
         except (pa.ArrowInvalid, BadToken, _BadColumn) as error:
             explain_bad_slice(
@@ -177,23 +179,27 @@ class RawReader:
             while True:
                 try:
                     chunk = stream.read(SLICE_BYTES)
-                except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-                    raise RawDataError(
-                        name, None, f"the archive is damaged or cut short ({error}); fetch it again"
-                    ) from None
+                except _DAMAGED_ARCHIVE as error:
+                    raise _bad_archive(path, error) from None
                 if is_first and chunk.startswith(b"\xef\xbb\xbf"):
                     chunk = chunk[3:]
                 data = rest + chunk if rest else chunk
                 if not chunk:
-                    if data:
+                    if path.suffix == ".gz" and path.stat().st_size == 0:
+                        raise _bad_archive(path, "it is empty")
+                    if is_first and self.schema.format.header and data:
+                        # A header without a line end, and nothing else.
+                        self._check_header(name, data)
+                    elif data:
                         num_lines = _count_line_ends(data) + 1
                         yield RawSlice(name, data, line, num_lines, columns, counted.take())
                     return
                 end = data.rfind(b"\n") + 1
                 if end == 0:
                     if len(data) > 4 * SLICE_BYTES:
+                        limit = 4 * SLICE_BYTES >> 20
                         raise RawDataError(
-                            name, line, "no line end within 64 MiB: not a text file?"
+                            name, line, f"no line end within {limit} MiB: not a text file?"
                         )
                     rest = data
                     continue
@@ -217,9 +223,7 @@ class RawReader:
         ]
 
     def _check_header(self, file: str, line: bytes) -> list[str]:
-        form = self.schema.format
-        text = line.decode("utf-8", errors="replace").rstrip("\r\n")
-        names = [name.strip().strip(form.quote or None) for name in text.split(form.delimiter)]
+        names = _names_of(line, self.schema)
         absent = [name for name in self._used if name not in names]
         if absent:
             raise RawDataError(
@@ -278,14 +282,21 @@ class RawReader:
         try:
             source = pq.ParquetFile(path)
         except (pa.ArrowInvalid, OSError) as error:
-            raise RawDataError(str(path), None, f"not a readable parquet file ({error})") from None
+            raise _bad_parquet(path, error) from None
         with source:
             absent = [n for n in self._used if n not in source.schema_arrow.names]
             if absent:
                 raise RawDataError(str(path), None, f"has no column {', '.join(absent)}")
             row, size = 1, path.stat().st_size
             total = max(source.metadata.num_rows, 1)
-            for batch in source.iter_batches(_PARQUET_BLOCK_ROWS, columns=self._used):
+            batches = source.iter_batches(_PARQUET_BLOCK_ROWS, columns=self._used)
+            while True:
+                try:
+                    batch = next(batches, None)
+                except (pa.ArrowInvalid, OSError) as error:
+                    raise _bad_parquet(path, error) from None
+                if batch is None:
+                    return
                 if batch.num_rows:
                     yield RawSlice(
                         str(path),
@@ -312,13 +323,15 @@ class RawReader:
     def _block(self, arrays: dict[str, pa.Array], num_rows: int) -> RawBlock:
         schema = self.schema
         dense = {name: _dense_values(name, arrays[name]) for name in schema.dense}
-        sparse = {f.name: _sparse_values(f, arrays) for f in self.features}
+        # A parquet file's nulls are its missing values.
+        missing = schema.format.missing if schema.format.kind == "csv" else []
+        sparse = {f.name: _sparse_values(f, arrays, missing) for f in self.features}
         label_B = weight_B = None
         if self.labelled:
             label_B = self._label_values(arrays[schema.label.column])
             if schema.example_weight:
                 weight_B = _dense_values(schema.example_weight, arrays[schema.example_weight])
-                weight_B = weight_B.astype(np.float32)
+                weight_B = _as_fp32(schema.example_weight, weight_B)
                 if np.isnan(weight_B).any() or (weight_B < 0).any():
                     raise _BadColumn(f"column {schema.example_weight}: missing or negative weight")
         return RawBlock(num_rows, label_B, weight_B, dense, sparse)
@@ -371,21 +384,34 @@ class _CountingReader(io.RawIOBase):
         return count
 
 
-def file_sha256(path: Path) -> str:
-    """Hex SHA-256 of a file's bytes (`sha256sum` prints the same)."""
-    with open(path, "rb") as opened:
-        return (
-            hashlib.file_digest(opened, "sha256").hexdigest()
-            if hasattr(hashlib, "file_digest")
-            else _sha256_by_pieces(opened)
-        )
+def _bad_archive(path: Path, error: object) -> RawDataError:
+    return RawDataError(
+        str(path), None, f"the archive is damaged or cut short ({error}); fetch it again"
+    )
 
 
-def _sha256_by_pieces(opened: Any) -> str:
-    digest = hashlib.sha256()
-    while piece := opened.read(1 << 20):
-        digest.update(piece)
-    return digest.hexdigest()
+def _bad_parquet(path: Path, error: object) -> RawDataError:
+    return RawDataError(str(path), None, f"not a readable parquet file ({error})")
+
+
+def _first_line(path: Path) -> bytes:
+    """The first line that isn't blank; empty where there is none."""
+    opener: Any = gzip.open if path.suffix == ".gz" else open
+    try:
+        with opener(path, "rb") as opened:
+            first = opened.readline().removeprefix(b"\xef\xbb\xbf")
+            while first and not first.strip(b"\r\n"):
+                first = opened.readline()
+            return first
+    except _DAMAGED_ARCHIVE as error:
+        raise _bad_archive(path, error) from None
+
+
+def _names_of(line: bytes, schema: Schema) -> list[str]:
+    """The fields of a header line, blanks and quotes around them dropped."""
+    text = line.decode("utf-8", errors="replace").rstrip("\r\n")
+    quote = schema.format.quote or None
+    return [name.strip().strip(quote) for name in split_fields(text, schema)]
 
 
 def _natural_order(name: str) -> list[int | str]:
@@ -421,12 +447,22 @@ def _dense_values(name: str, values: pa.Array) -> np.ndarray:
     return array
 
 
-def _sparse_values(feature: Feature, arrays: dict[str, pa.Array]) -> EncodedColumn:
+def _as_fp32(name: str, values: np.ndarray) -> np.ndarray:
+    with np.errstate(over="ignore"):
+        narrow = values.astype(np.float32)
+    if np.isinf(narrow).any():
+        raise _BadColumn(f"column {name}: a value is too large for fp32")
+    return narrow
+
+
+def _sparse_values(
+    feature: Feature, arrays: dict[str, pa.Array], missing: list[str]
+) -> EncodedColumn:
     values = arrays[feature.name]
     if pa.types.is_dictionary(values.type):
         values = values.dictionary_decode()
     if feature.many:
-        return _bags(feature, values, arrays)
+        return _bags(feature, values, arrays, missing)
     encoded = encode(_as_token_type(feature, values), feature.token)
     if not feature.is_list:
         return encoded
@@ -441,9 +477,14 @@ def _as_token_type(feature: Feature, values: pa.Array) -> pa.Array:
     return values if values.type == wanted else values.cast(wanted)
 
 
-def _bags(feature: Feature, values: pa.Array, arrays: dict[str, pa.Array]) -> EncodedColumn:
+def _bags(
+    feature: Feature, values: pa.Array, arrays: dict[str, pa.Array], missing: list[str]
+) -> EncodedColumn:
     """List columns, or texts cut at the separator, to codes and lengths."""
     lengths, flat = _split_bags(values, feature.separator)
+    is_missing = pc.is_in(flat, value_set=pa.array(missing, pa.string())) if missing else None
+    if flat.null_count or (is_missing is not None and pc.any(is_missing).as_py()):
+        raise _BadColumn(f"column {feature.name}: a missing id inside a bag")
     weights = None
     if feature.bag_weights:
         weight_lengths, flat_weights = _split_bags(arrays[feature.bag_weights], feature.separator)
@@ -452,13 +493,11 @@ def _bags(feature: Feature, values: pa.Array, arrays: dict[str, pa.Array]) -> En
                 f"column {feature.bag_weights}: a row's number of weights isn't the number of ids "
                 f"in {feature.name}"
             )
-        weights = _dense_values(feature.bag_weights, flat_weights).astype(np.float32)
+        weights = _as_fp32(feature.bag_weights, _dense_values(feature.bag_weights, flat_weights))
         if np.isnan(weights).any():
             raise _BadColumn(f"column {feature.bag_weights}: a weight is missing")
     encoded = encode(_as_token_type(feature, flat), feature.token)
     codes = encoded.codes
-    if (codes == MISSING).any():
-        raise _BadColumn(f"column {feature.name}: a missing id inside a bag")
     if feature.missing == "row":
         codes, lengths, weights = _fill_empty_bags(codes, lengths, weights)
     return EncodedColumn(codes, lengths, encoded.keys, encoded.tokens, weights)

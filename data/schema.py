@@ -253,6 +253,7 @@ def check_schema(schema: Schema) -> None:
         UserError: see `resolve_features`; and for columns that are named twice or not at all.
     """
     features = resolve_features(schema)
+    _check_names(schema, features)
     if not features and not schema.dense:
         raise UserError("data.schema has neither dense nor sparse columns")
     used = used_columns(schema, with_label=True)
@@ -265,6 +266,9 @@ def check_schema(schema: Schema) -> None:
             raise UserError(
                 "data.schema.format.columns is empty, and header=false: name the fields"
             )
+        twice = sorted({name for name in known if known.count(name) > 1})
+        if twice:
+            raise UserError(f"data.schema.format.columns names twice: {', '.join(twice)}")
         unknown = [name for name in used if name not in known]
         if unknown:
             raise UserError(
@@ -334,6 +338,23 @@ def _with_defaults(column: SparseColumn, default: SparseColumn) -> dict[str, Any
 def _check_choice(key: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise UserError(f"{key}={value}: must be one of {', '.join(allowed)}")
+
+
+def _check_names(schema: Schema, features: tuple[Feature, ...]) -> None:
+    for feature in features:
+        for key, name in (("", feature.name), (".table", feature.table)):
+            # Vocabularies and id counts are files under these names.
+            if "/" in name or "\0" in name or name.startswith("."):
+                raise UserError(
+                    f"data.schema.sparse.{feature.name}{key}: the name {name!r} can't be a file's "
+                    "name (no '/', no '.' in front); rename the column"
+                )
+    for name in [*schema.dense, *schema.sparse]:
+        if name.startswith("__") or name.endswith("__weights"):
+            raise UserError(
+                f"data.schema: the column name {name!r} is kept for prepared data (no '__' in "
+                "front, no '__weights' at the end); rename the column"
+            )
 
 
 def _check_shared_tables(features: list[Feature]) -> None:

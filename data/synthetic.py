@@ -5,7 +5,7 @@ Criteo Kaggle's cardinalities times a factor. The teacher's logit is
 
     bias + Σ_f scale_f · effect_f(id_f) + Σ_pairs latent(id_f) · latent(id_g) + Σ_j slope_j · z_j
 
-where effects shrink with an id's rank (a rare id says little, as nobody could learn it) and z_j is a
+where effects shrink with an id's rank (a rare id says little: nobody could learn it) and z_j is a
 standardised log count. Labels are drawn with probability sigmoid(logit): nobody can rank the test
 rows better than by this logit, which is stored beside them (column `teacher_logit`).
 
@@ -31,11 +31,11 @@ import pyarrow.csv as pa_csv
 
 from data.counting import KeyCounter
 from data.errors import UserError
+from data.files import file_sha256
 from data.id_counts import write_id_counts
 from data.lanes import PartWriter, Rows
 from data.manifest import FORMAT_VERSION, MANIFEST, Manifest, PartInfo, load_manifest
 from data.progress import ProgressListener, SilentListener
-from data.raw import file_sha256
 from data.schema import (
     DenseColumn,
     Feature,
@@ -361,7 +361,7 @@ def _generate(
 def _chunks(
     teacher: Teacher, begin: int, size: int, pool: ThreadPoolExecutor | None = None
 ) -> Iterator[tuple[int, int, SyntheticChunk]]:
-    """(first, last + 1, chunk) for rows `begin … begin + size - 1` of the endless stream of rows."""
+    """(first, last + 1, chunk) for rows `begin … begin + size - 1` of the stream."""
     end = begin + size
     numbers = range(begin // CHUNK_ROWS, -(-end // CHUNK_ROWS))
     flying: deque[Future[SyntheticChunk]] = deque()

@@ -8,6 +8,7 @@ is done once per distinct token of a block and not once per row.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,6 +22,7 @@ MISSING = -1
 """Code of a missing value."""
 
 _HEX_DIGITS = frozenset("0123456789abcdefABCDEF")
+_WHOLE_NUMBER = re.compile(r"-?[0-9]+")
 
 
 class BadToken(ValueError):
@@ -104,10 +106,10 @@ def key_of_text(token: str, kind: str) -> int:
             raise BadToken(f"{token!r} isn't a hexadecimal id of at most 16 digits")
         return int(token, 16)
     if kind == "int":
-        try:
-            value = int(token)
-        except ValueError:
-            raise BadToken(f"{token!r} isn't a whole number") from None
+        # int() alone would take '1_000' and digits of other scripts, which the fast parser refuses.
+        if not _WHOLE_NUMBER.fullmatch(token):
+            raise BadToken(f"{token!r} isn't a whole number")
+        value = int(token)
         if not -(2**63) <= value < 2**63:
             raise BadToken(f"{token!r} doesn't fit into 64 bits")
         return value % 2**64
@@ -157,13 +159,15 @@ def _eight_hex_digits(words: np.ndarray) -> tuple[np.ndarray, bool]:
     """Eight ASCII hex digits in one big-endian word → value, all values of a column at once.
 
     Arithmetic on the eight bytes of a word side by side ("SWAR"); the second result tells whether
-    every digit was one of 0-9a-f (checked by writing the digits back).
+    every digit was one of 0-9a-f: the digits written back give the text, and none is above 15 (`g`
+    to `o` survive the writing back, as 16 to 24).
     """
     u = np.uint64
     digits = words & u(0x0F0F0F0F0F0F0F0F)
     digits += ((words >> u(6)) & u(0x0101010101010101)) * u(9)
     above_nine = ((digits + u(0x7676767676767676)) >> u(7)) & u(0x0101010101010101)
     is_hex = bool((digits + u(0x3030303030303030) + above_nine * u(0x27) == words).all())
+    is_hex = is_hex and not (digits & u(0x1010101010101010)).any()
     digits = (digits | (digits >> u(4))) & u(0x00FF00FF00FF00FF)
     digits = (digits | (digits >> u(8))) & u(0x0000FFFF0000FFFF)
     digits = (digits | (digits >> u(16))) & u(0x00000000FFFFFFFF)

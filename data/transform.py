@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from data.errors import UserError
 from data.schema import Schema
 
 
@@ -48,6 +49,9 @@ def transform_dense(
         schema: names the transform of each column.
         dense: fp64 raw values by column; NaN = missing.
         moments: of the training part, for `standardise`.
+
+    Raises:
+        UserError: for a result that fp32 can't hold, naming the column.
     """
     result = {}
     for name, column in schema.dense.items():
@@ -60,5 +64,11 @@ def transform_dense(
             values = np.where(np.isnan(values), 0.0, values)
         else:
             values = np.where(np.isnan(values), 0.0, values)
-        result[name] = values.astype(np.float32)
+        with np.errstate(over="ignore"):
+            result[name] = values.astype(np.float32)
+        if not np.isfinite(result[name]).all():
+            raise UserError(
+                f"column {name}: a value is too large for fp32 after its transform; use "
+                f"data.schema.dense.{name}.transform=log1p"
+            )
     return result

@@ -112,9 +112,11 @@ class GroupPlan:
             # Where a bag starts, less where it goes: repeated over its ids, it is each id's shift.
             source_L = np.repeat(starts_FB.T.reshape(-1) - offsets[:-1], lengths)
             source_L += np.arange(source_L.size)
-        source = torch.from_numpy(source_L)
-        weights_L = None if self.weights_L is None else self.weights_L[source]
-        return SampleMajorBags(self.keys_L[source], torch.from_numpy(offsets), weights_L)
+        return SampleMajorBags(
+            keys_L=torch.from_numpy(self.keys_L.numpy()[source_L]),
+            offsets=torch.from_numpy(offsets),
+            weights_L=self._weights_at(source_L),
+        )
 
     @cached_property
     def unique(self) -> UniqueKeys:
@@ -123,10 +125,20 @@ class GroupPlan:
         num_features, batch_size = len(self.features), self.batch_size
         bags = np.arange(num_features * batch_size).reshape(batch_size, num_features)
         lengths = np.diff(self.offsets.numpy())
-        bag_of_id_L = np.repeat(bags.T.reshape(-1), lengths)
-        bags_L = torch.from_numpy(bag_of_id_L)[order_L]
-        weights_L = None if self.weights_L is None else self.weights_L[order_L]
-        return UniqueKeys(keys_K, bags_L, starts, weights_L)
+        bag_of_id_L = bags.T.reshape(-1)
+        if not (lengths == 1).all():
+            bag_of_id_L = np.repeat(bag_of_id_L, lengths)
+        return UniqueKeys(
+            keys_K=keys_K,
+            bags_L=torch.from_numpy(bag_of_id_L[order_L.numpy()]),
+            starts=starts,
+            weights_L=self._weights_at(order_L.numpy()),
+        )
+
+    def _weights_at(self, position_L: Int64Array) -> Tensor | None:
+        if self.weights_L is None:
+            return None
+        return torch.from_numpy(self.weights_L.numpy()[position_L])
 
 
 @dataclass(frozen=True, eq=False)

@@ -155,6 +155,19 @@ def test_steps_slower_than_a_refresh_still_give_a_time_left() -> None:
     assert file.getvalue().splitlines()[-1].endswith("left 2:30")
 
 
+def test_time_left_follows_the_last_minutes_however_short_the_steps() -> None:
+    # 20 s at 100 steps/s, then 60 s at 33: 50 steps/s over the window, and 6,000 to go.
+    clock = Clock()
+    target, file = console(clock, terminal=False)
+    with TrainDisplay(10_000, console=target, get_time=clock) as display:
+        for step in range(1, 4001):
+            clock.now_s += 0.01 if step <= 2000 else 0.03
+            display.advance(step)
+        display.log(step_line(4000))
+    left = re.search(r"left 2:0(\d)", file.getvalue())
+    assert left is not None, file.getvalue()
+
+
 def test_live_loss_is_smoothed_and_recovers_from_nan() -> None:
     def shown_after(losses: list[float]) -> str:
         clock = Clock()

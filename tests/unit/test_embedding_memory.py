@@ -1,8 +1,8 @@
 """Memory of a step follows the batch, and filling a table needs the table and little more.
 
-Measured in processes of their own: the peak of a process only ever grows. glibc raises the size
-from which it returns freed memory at once as a program runs; MALLOC_MMAP_THRESHOLD_ pins it, without
-which these figures say little.
+Measured in processes of their own, as the peak of a process only ever grows. While a program runs,
+glibc raises the size from which freed memory is returned at once; MALLOC_MMAP_THRESHOLD_ pins it.
+Without it these figures say little.
 """
 
 from __future__ import annotations
@@ -57,9 +57,7 @@ def step(batch_size):
     embeddings.lookup(embeddings.plan_batch(ids, training=False), training=False)
 
 step(2)  # loads what a first step loads, with next to no data
-with open("/proc/self/clear_refs", "w") as control:
-    control.write("5")  # the peak starts again from the present size
-before = status_bytes("VmRSS")
+before = status_bytes("VmRSS")  # by a little below the peak so far, which errs to the safe side
 for _ in range(5):
     step(B)
 print(json.dumps({

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import tracemalloc
 from dataclasses import asdict
 
 import numpy as np
@@ -117,6 +118,22 @@ def test_memory_follows_the_distinct_logits() -> None:
     num_distinct = logits_B.unique().numel()
     assert num_distinct < 10_000
     assert sum(a.nbytes for name, a in arrays.items() if name != "counts") == 20 * num_distinct
+
+
+def test_memory_stays_bounded_while_samples_stream_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    # 2 million samples of 3 distinct logits take 40 MB unmerged, and a few MB at most if merged.
+    monkeypatch.setattr(dlrm.metrics, "COMPACT_AT_SAMPLES", 20_000)
+    logits_B, label_B = torch.tensor([-1.0, 0.0, 1.0] * 3_334), torch.zeros(10_002)
+    metrics = BinaryMetrics()
+    tracemalloc.start()
+    try:
+        for _ in range(200):
+            metrics.update(logits_B, label_B)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert metrics.result().num_samples == 200 * 10_002
+    assert peak_bytes < 8_000_000
 
 
 def test_bf16_fp32_and_fp64_logits_may_be_mixed() -> None:

@@ -1,7 +1,8 @@
-"""The report: complete for a whole run, plain about what is missing, and the same bytes each time."""
+"""The report: complete for a whole run, plain about what is missing, the same bytes each time."""
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import os
@@ -369,7 +370,7 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     return [path, *below] if path else below
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.data_too_large])
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.data_too_large])
 @given(st.data())
 def test_junk_in_any_place_never_raises(data: st.DataObject) -> None:
     whole: dict[str, Any] = {
@@ -383,7 +384,7 @@ def test_junk_in_any_place_never_raises(data: st.DataObject) -> None:
         parent = whole
         for key in path[:-1]:
             parent = parent[key]
-        parent[path[-1]] = data.draw(JUNK)
+        parent[path[-1]] = copy.deepcopy(data.draw(JUNK))
     run = RunFiles(
         result=whole["result"],
         evaluation=whole["evaluation"],
@@ -394,4 +395,4 @@ def test_junk_in_any_place_never_raises(data: st.DataObject) -> None:
             if isinstance(line, dict) and isinstance(line.get("eval"), dict)
         ],
     )
-    assert Page(render_report(run)).text.startswith("synthetic") or run.result != result()
+    assert Page(render_report(run)).text.endswith("Effective configuration Not recorded.")

@@ -1,0 +1,35 @@
+"""Files that are whole or absent, and their digests."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+from typing import Any
+
+
+def write_whole(path: Path, payload: Any) -> None:
+    """Writes a file so that it is whole or absent: temporary name, flush to disk, rename."""
+    temporary = path.with_name(path.name + ".partial")
+    with open(temporary, "wb") as opened:
+        opened.write(payload)
+        opened.flush()
+        os.fsync(opened.fileno())
+    os.replace(temporary, path)
+
+
+def file_sha256(path: Path) -> str:
+    """Hex SHA-256 of a file's bytes (`sha256sum` prints the same)."""
+    with open(path, "rb") as opened:
+        return (
+            hashlib.file_digest(opened, "sha256").hexdigest()
+            if hasattr(hashlib, "file_digest")
+            else _sha256_by_pieces(opened)
+        )
+
+
+def _sha256_by_pieces(opened: Any) -> str:
+    digest = hashlib.sha256()
+    while piece := opened.read(1 << 20):
+        digest.update(piece)
+    return digest.hexdigest()

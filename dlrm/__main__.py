@@ -1,0 +1,224 @@
+"""The command: `dlrm VERB [overrides]`. Parses the verb, lets Hydra compose, runs it, and turns
+errors into exit statuses: 2 for the user's mistakes (one message, no traceback), 1 for the rest."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import re
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+VERBS = {
+    "prepare": "raw files → a prepared dataset folder",
+    "train": "train a model (with no argument: on built-in synthetic data) and report",
+    "evaluate": "metrics of a trained model on a prepared part or on raw files",
+    "predict": "probabilities of a trained model for raw files, labelled or not, as parquet",
+}
+
+_EXAMPLES = {
+    "prepare": """\
+dlrm prepare data=criteo_kaggle data.raw=train.txt data.root=prepared/kaggle
+dlrm prepare data=adult data.raw_train=adult.data data.raw_test=adult.test data.root=prepared/adult
+dlrm prepare data=synthetic data.synthetic.raw_out=synthetic.tsv    # raw Criteo rows""",
+    "train": """\
+dlrm train                                                # synthetic data, about a minute
+dlrm train data=criteo_kaggle data.raw=train.txt          # prepares first, then trains
+dlrm train data=criteo_kaggle data.root=prepared/kaggle optim=adam train.precision=bf16
+dlrm train experiment=adult hydra.run.dir=outputs/adult
+dlrm train -m seed=0,1,2                                  # one run for each value""",
+    "evaluate": """\
+dlrm evaluate run=outputs/train/20260101-120000-000000
+dlrm evaluate run=outputs/adult model=latest part=valid
+dlrm evaluate run=outputs/adult data.raw=more.csv         # raw rows, the run's own vocabulary""",
+    "predict": """\
+dlrm predict run=outputs/adult data.raw=new.csv out=predictions.parquet""",
+}
+
+
+def main() -> None:
+    """Runs the command and exits."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: list[str]) -> int:
+    """Runs one command; returns its exit status."""
+    parser = argparse.ArgumentParser(
+        prog="dlrm",
+        usage="dlrm VERB [key=value …]",
+        description="Trains deep learning recommendation models.",
+        epilog="verbs:\n"
+        + "\n".join(f"  {verb:<9} {text}" for verb, text in VERBS.items())
+        + "\n\n`dlrm VERB --help` shows examples, `dlrm VERB --cfg job` the effective values.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("verb", choices=VERBS, metavar="VERB", help="what to do, see below")
+    if not arguments:
+        parser.print_help()
+        return 2
+    try:
+        verb: str = parser.parse_args(arguments[:1]).verb
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    rest = arguments[1:]
+    if "--help" in rest or "-h" in rest:
+        _print_help(verb)
+        return 0
+    return _run_verb(verb, rest)
+
+
+def _print_help(verb: str) -> None:
+    print(f"dlrm {verb} [key=value …]: {VERBS[verb]}\n\nexamples:")
+    for line in _EXAMPLES[verb].splitlines():
+        print(f"  {line}")
+    print(
+        "\nkeys: `--cfg job` prints all with their values; `group=option` picks a file of conf/, "
+        "\n`a.b=value` sets a value, `-m` runs every combination of comma-separated values."
+    )
+
+
+def _run_verb(verb: str, arguments: list[str]) -> int:
+    problem = _foreign_packages()
+    if problem:
+        print(f"dlrm: {problem}", file=sys.stderr)
+        return 1
+    try:
+        failures = _compose_and_run(verb, arguments)
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else 1
+    except KeyboardInterrupt:
+        print("dlrm: interrupted", file=sys.stderr)
+        return 130
+    except Exception as error:
+        failures = [error]
+    return max((_report(verb, error) for error in failures), default=0)
+
+
+def _report(verb: str, error: Exception) -> int:
+    """Prints an error as its kind deserves; returns the exit status that goes with it."""
+    import hydra.errors
+    import omegaconf.errors
+
+    if isinstance(error, (hydra.errors.HydraException, omegaconf.errors.OmegaConfBaseException)):
+        return _fail(_explain_override(verb, error), 2)
+    if type(error).__module__.split(".")[0] in ("data", "embeddings", "dlrm"):
+        return _fail(str(error), 2 if isinstance(error, ValueError) else 1)
+    traceback.print_exception(error)
+    return 1
+
+
+def _compose_and_run(verb: str, arguments: list[str]) -> list[Exception]:
+    """Hydra parses `arguments` and composes `conf/VERB.yaml`; then the verb runs, once per job.
+
+    Returns:
+        What the jobs raised.
+    """
+    failures: list[Exception] = []
+    # Hydra would print errors itself and always exit with 1; with this it lets them through.
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    import hydra
+    from omegaconf import DictConfig
+
+    from dlrm.config import register
+
+    register()
+
+    @hydra.main(version_base="1.3", config_path="pkg://conf", config_name=verb)
+    def job(composed: DictConfig) -> None:
+        from hydra.core.hydra_config import HydraConfig
+        from omegaconf import OmegaConf
+
+        from dlrm.config import to_config
+
+        # Kept and reported at the end: of a sweep, the other jobs run all the same.
+        try:
+            config = to_config(composed)
+            run_dir = Path(HydraConfig.get().runtime.output_dir)
+            text = OmegaConf.to_yaml(composed, resolve=True)
+            _dispatch(verb, config, text, run_dir)
+        except Exception as error:
+            failures.append(error)
+
+    saved, sys.argv = sys.argv, [f"dlrm {verb}", *arguments]
+    try:
+        job()
+    finally:
+        sys.argv = saved
+    return failures
+
+
+def _dispatch(verb: str, config: Any, text: str, run_dir: Path) -> Any:
+    if verb == "prepare":
+        from dlrm.prepare import run_prepare
+
+        return run_prepare(config, run_dir)
+    if verb == "train":
+        from dlrm.train import run_train
+
+        return run_train(config, text, run_dir)
+    from dlrm.score import run_evaluate, run_predict
+
+    return (run_evaluate if verb == "evaluate" else run_predict)(config, run_dir)
+
+
+def _fail(message: str, status: int) -> int:
+    print(f"dlrm: {message}", file=sys.stderr)
+    return status
+
+
+def _explain_override(verb: str, error: Exception) -> str:
+    """Hydra's message without its internals and, for an unknown key, the keys that look like it."""
+    cause = error.__cause__
+    text = str(error)
+    if cause is not None and str(cause) and str(cause) not in text:
+        text = f"{text}\n{cause}"
+    lines = [line for line in text.splitlines() if not line.strip().startswith("object_type=")]
+    lines = [line for line in lines if "To append to your config" not in line]
+    message = "\n".join(line.rstrip() for line in lines if line.strip())
+    unknown = re.search(r"Could not override '([^']+)'", text)
+    if unknown:
+        near = difflib.get_close_matches(unknown[1], _known_keys(verb), n=3)
+        if near:
+            message += f"\ndid you mean {', '.join(near)}?"
+    return message
+
+
+def _known_keys(verb: str) -> list[str]:
+    from omegaconf import OmegaConf
+
+    from dlrm.config import RUN_CONFIGS
+
+    def walk(node: Any, prefix: str) -> list[str]:
+        keys = []
+        for key in node:
+            name = f"{prefix}{key}"
+            keys.append(name)
+            if OmegaConf.is_missing(node, key):
+                continue
+            if OmegaConf.is_dict(node[key]):
+                keys += walk(node[key], f"{name}.")
+        return keys
+
+    return walk(OmegaConf.structured(RUN_CONFIGS[verb]), "")
+
+
+def _foreign_packages() -> str | None:
+    """Whether `data`, `embeddings` or `conf` is somebody else's package that shadows ours."""
+    import importlib
+
+    ours = Path(__file__).resolve().parents[1]
+    for name in ("data", "embeddings", "conf"):
+        found = getattr(importlib.import_module(name), "__file__", None)
+        if found is None or Path(found).resolve().parents[1] != ours:
+            return (
+                f"the package '{name}' comes from {found}, not from {ours}: another package of "
+                "that name comes first on the path. Start `dlrm` elsewhere, or uninstall it"
+            )
+    return None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""From configuration and manifest to model and tables; the same for training and for scoring."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+
+from data.errors import UserError
+from data.manifest import Manifest
+from dlrm.config import LaunchConfig, TrainRun
+from dlrm.model import DLRM, check_table_names, table_dim
+from embeddings.row_optim import RowOptimizerConfig, RowOptimizerName
+from embeddings.sharded import Backend, ShardedEmbeddings
+from embeddings.table import FeatureConfig, Pooling, TableConfig
+
+PRECISION_DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}
+
+
+def build_tables(
+    config: TrainRun, manifest: Manifest
+) -> tuple[list[TableConfig], list[FeatureConfig]]:
+    """Tables (in order of first use) and features of a dataset, with dims from `model.*`.
+
+    Raises:
+        UserError: for a `model.table_dims` entry that names no table.
+    """
+    check_table_names(config.model, list(manifest.table_rows))
+    tables = [
+        TableConfig(name, rows, table_dim(config.model, name))
+        for name, rows in manifest.table_rows.items()
+    ]
+    features = [FeatureConfig(f.name, f.table, cast(Pooling, f.pooling)) for f in manifest.features]
+    return tables, features
+
+
+def build_embeddings(
+    config: TrainRun, manifest: Manifest, *, for_training: bool = True
+) -> ShardedEmbeddings:
+    """The tables, with start values; without optimizer state where nothing is trained.
+
+    Raises:
+        UserError: for a backend that can't be had.
+    """
+    tables, features = build_tables(config, manifest)
+    sparse = config.optim.sparse
+    optimizer = RowOptimizerConfig(
+        name=cast(RowOptimizerName, sparse.name),
+        eps=config.optim.effective_eps(sparse),
+        weight_decay=sparse.weight_decay,
+        beta1=sparse.beta1,
+        beta2=sparse.beta2,
+    )
+    if not for_training:
+        optimizer = RowOptimizerConfig(name="sgd")
+    backend: Backend = "fbgemm" if config.train.backend == "fbgemm" else "auto"
+    if config.train.backend == "torch" or config.train.precision == "fp64":
+        backend = "torch"
+    if config.train.backend == "fbgemm" and config.train.precision == "fp64":
+        raise UserError("train.backend=fbgemm has no fp64; use train.backend=torch or auto")
+    return ShardedEmbeddings(
+        tables,
+        features,
+        optimizer,
+        dtype=PRECISION_DTYPES[config.train.precision],
+        seed=config.seed,
+        backend=backend,
+        accumulate=config.train.accumulate,
+        clip_norm=config.optim.clip_norm,
+    )
+
+
+def build_model(config: TrainRun, manifest: Manifest) -> DLRM:
+    """The dense network."""
+    tables, features = build_tables(config, manifest)
+    dims = {table.name: table.dim for table in tables}
+    model = DLRM(
+        config.model,
+        num_dense=len(manifest.dense_columns),
+        feature_dims=[dims[f.table] for f in features],
+        feature_tables=[f.table for f in features],
+        seed=config.seed,
+    )
+    return model.to(PRECISION_DTYPES[config.train.precision])
+
+
+def set_threads(launch: LaunchConfig) -> None:
+    """Applies `launch.num_threads`."""
+    if launch.num_threads is not None:
+        torch.set_num_threads(launch.num_threads)

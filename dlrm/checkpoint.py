@@ -1,0 +1,218 @@
+"""Models on disk: `checkpoints/step-N/`, with `latest` and `best` naming complete ones.
+
+    checkpoints/latest              text: the folder's name
+    checkpoints/best                text: the folder's name (the same or an older one)
+    checkpoints/step-000732/
+        checkpoint.json             format, step, tables, digests of the files; written last
+        dense.npz                   dense weights, by parameter name
+        dense_state.npz             dense optimizer state, by parameter and state name
+        tables/C1.weight.npy        rows; C1.sum.npy …: their optimizer state
+
+Plain arrays: reading runs no code. A folder is written under another name and renamed when whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from data.errors import UserError
+from data.files import file_sha256, write_whole
+from embeddings.store import RowStore
+
+FORMAT_VERSION = 1
+BLOCK_ROWS = 65_536
+_INFO = "checkpoint.json"
+
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """A complete model on disk.
+
+    Attributes:
+        folder: where it lies.
+        step: optimizer steps done.
+        values: the content of checkpoint.json.
+    """
+
+    folder: Path
+    step: int
+    values: dict[str, Any]
+
+
+class Checkpoints:
+    """The models of one run: `latest` and `best`."""
+
+    def __init__(self, run_path: Path) -> None:
+        self._root = run_path / "checkpoints"
+
+    def save(
+        self,
+        step: int,
+        model: nn.Module,
+        store: RowStore,
+        dense_optimizer: torch.optim.Optimizer,
+        *,
+        is_best: bool,
+    ) -> None:
+        """Writes the model as it is now; it becomes `latest` and, where `is_best`, `best`.
+
+        Extra memory: one block of 65,536 rows. Models that neither name points to are removed.
+        """
+        self._root.mkdir(exist_ok=True)
+        folder = self._root / f"step-{step:06d}"
+        if not folder.exists():
+            partial = self._root / f".partial-step-{step:06d}"
+            shutil.rmtree(partial, ignore_errors=True)
+            (partial / "tables").mkdir(parents=True)
+            _save_npz(partial / "dense.npz", _named_arrays(model.state_dict()))
+            _save_npz(partial / "dense_state.npz", _optimizer_arrays(model, dense_optimizer))
+            for table in store.tables:
+                _write_table(partial / "tables", store, table.name, table.rows)
+            tables = {t.name: {"rows": t.rows, "dim": t.dim} for t in store.tables}
+            files = sorted(p for p in partial.rglob("*") if p.is_file())
+            digests = {str(p.relative_to(partial)): file_sha256(p) for p in files}
+            info = {
+                "format_version": FORMAT_VERSION,
+                "step": step,
+                "tables": tables,
+                "files": digests,
+            }
+            write_whole(partial / _INFO, json.dumps(info, indent=1).encode())
+            os.replace(partial, folder)
+        write_whole(self._root / "latest", folder.name.encode())
+        if is_best:
+            write_whole(self._root / "best", folder.name.encode())
+        self._remove_others()
+
+    def find(self, which: str) -> CheckpointInfo:
+        """`best` or `latest`; `best` falls back to `latest` where no evaluation had an AUC.
+
+        Raises:
+            UserError: where the run kept no model.
+        """
+        for name in dict.fromkeys((which, "latest")):
+            pointer = self._root / name
+            if pointer.is_file():
+                folder = self._root / pointer.read_text()
+                values = json.loads((folder / _INFO).read_text())
+                if values["format_version"] != FORMAT_VERSION:
+                    raise UserError(f"{folder} is of format {values['format_version']}, not 1")
+                return CheckpointInfo(folder, values["step"], values)
+        raise UserError(f"{self._root} holds no model: the run ended before it kept one")
+
+    def _remove_others(self) -> None:
+        kept = {
+            (self._root / n).read_text() for n in ("latest", "best") if (self._root / n).exists()
+        }
+        for folder in self._root.glob("step-*"):
+            if folder.name not in kept:
+                shutil.rmtree(folder)
+
+
+def load_model(info: CheckpointInfo, model: nn.Module, store: RowStore) -> None:
+    """Loads dense weights and rows into existing ones; optimizer state is not read.
+
+    Raises:
+        UserError: where tables or shapes differ, or a file is damaged, naming it.
+    """
+    _check_tables(info, store)
+    _check_digest(info, "dense.npz")
+    with np.load(info.folder / "dense.npz", allow_pickle=False) as arrays:
+        state = {name: torch.from_numpy(arrays[name]) for name in arrays.files}
+    model.load_state_dict(state)
+    for table in store.tables:
+        name = f"tables/{table.name}.weight.npy"
+        _check_digest(info, name)
+        weights = np.load(info.folder / name, mmap_mode="r", allow_pickle=False)
+        for start, stop in blocks(table.rows):
+            block = torch.from_numpy(np.array(weights[start:stop]))
+            store.write(table.name, start, {"weight": block})
+
+
+def model_digest(model: nn.Module, store: RowStore) -> str:
+    """SHA-256 of every row, its state and the dense weights, in canonical order.
+
+    Tables by name; of each, blocks of 65,536 rows; of each block, the weights and then each state
+    by name; last, the dense weights by name. So it doesn't depend on where rows live.
+    """
+    digest = hashlib.sha256()
+    for table in sorted(store.tables, key=lambda t: t.name):
+        digest.update(f"{table.name} {table.rows} {table.dim}".encode())
+        for start, stop in blocks(table.rows):
+            values = store.read(table.name, start, stop)
+            for name in ["weight", *sorted(set(values) - {"weight"})]:
+                digest.update(values[name].contiguous().numpy().data)
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(f"{name} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def blocks(rows: int) -> Iterator[tuple[int, int]]:
+    """(first, last + 1) of blocks of `BLOCK_ROWS` rows."""
+    for start in range(0, rows, BLOCK_ROWS):
+        yield start, min(start + BLOCK_ROWS, rows)
+
+
+def _write_table(folder: Path, store: RowStore, table: str, rows: int) -> None:
+    """One npy file for the weights and one for each state, written block by block."""
+    opened: dict[str, Any] = {}
+    try:
+        for start, stop in blocks(rows):
+            for name, tensor in store.read(table, start, stop).items():
+                array = tensor.numpy()
+                if name not in opened:
+                    opened[name] = open(folder / f"{table}.{name}.npy", "wb")  # noqa: SIM115
+                    header = np.lib.format.header_data_from_array_1_0(array)
+                    header["shape"] = (rows, *array.shape[1:])
+                    np.lib.format.write_array_header_1_0(opened[name], header)
+                array.tofile(opened[name])
+    finally:
+        for file in opened.values():
+            file.close()
+
+
+def _save_npz(path: Path, arrays: dict[str, np.ndarray]) -> None:
+    with open(path, "wb") as opened:
+        np.savez(opened, allow_pickle=False, **arrays)
+
+
+def _named_arrays(state: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
+    return {name: tensor.detach().cpu().numpy() for name, tensor in state.items()}
+
+
+def _optimizer_arrays(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, np.ndarray]:
+    arrays = {}
+    for name, parameter in model.named_parameters():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            arrays[f"{name}/{key}"] = torch.as_tensor(value).detach().cpu().numpy()
+    return arrays
+
+
+def _check_tables(info: CheckpointInfo, store: RowStore) -> None:
+    stored = info.values["tables"]
+    wanted = {t.name: {"rows": t.rows, "dim": t.dim} for t in store.tables}
+    differing = [
+        f"{name}: stored {stored.get(name)}, wanted {wanted.get(name)}"
+        for name in sorted(stored.keys() | wanted.keys())
+        if stored.get(name) != wanted.get(name)
+    ]
+    if differing:
+        raise UserError(f"the tables of {info.folder} differ:\n  " + "\n  ".join(differing))
+
+
+def _check_digest(info: CheckpointInfo, name: str) -> None:
+    path = info.folder / name
+    if not path.is_file() or file_sha256(path) != info.values["files"][name]:
+        raise UserError(f"{path} is damaged or missing (its digest isn't the recorded one)")

@@ -1,0 +1,230 @@
+"""The configuration of every verb: dataclasses are the schema, `conf/` holds the chosen values.
+
+Hydra composes and type-checks (`register`), `to_config` turns the result into these dataclasses,
+and nothing below `dlrm/__main__.py` knows of Hydra or OmegaConf.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING, DictConfig, OmegaConf
+
+from data.errors import UserError
+from data.schema import Schema
+from data.synthetic import SyntheticConfig
+from dlrm.model import ModelConfig
+from dlrm.optim import OptimConfig
+
+
+@dataclass
+class DataConfig:
+    """Which data, and in what portions."""
+
+    name: str = MISSING
+    """Name of the dataset, for people; `synthetic` is generated."""
+    raw: Any = None
+    """Raw file, glob, or list of these; the schema's rule splits the rows."""
+    raw_train: Any = None
+    """Raw files to train on, where the split is given."""
+    raw_valid: Any = None
+    """Raw files to validate on."""
+    raw_test: Any = None
+    """Raw files to test on."""
+    root: str | None = None
+    """Folder of the prepared dataset; null: a folder of its own under `data.cache`."""
+    cache: str = MISSING
+    """Where prepared datasets go that are given no `data.root`."""
+    overwrite: bool = False
+    """`dlrm prepare`: replace what `data.root` holds."""
+    batch_size: int = 2048
+    """Samples of one optimizer step, over all ranks and micro-batches."""
+    eval_batch_size: int = 8192
+    """Samples of one evaluation batch, over all ranks."""
+    shuffle: bool = True
+    """Whether an epoch's order is shuffled (see docs/formats.md); false: the raw order."""
+    schema: Schema = field(default_factory=Schema)
+    """What the raw columns mean."""
+    synthetic: SyntheticConfig | None = None
+    """Settings of the generator; null for real data."""
+
+    def __post_init__(self) -> None:
+        for key, value in (
+            ("batch_size", self.batch_size),
+            ("eval_batch_size", self.eval_batch_size),
+        ):
+            if value < 1:
+                raise UserError(f"data.{key}={value}: must be at least 1")
+        given = [k for k in ("raw_train", "raw_valid", "raw_test") if getattr(self, k)]
+        if self.raw and given:
+            raise UserError(f"data.raw and data.{given[0]} are both set; use one way to name files")
+        if given and not self.raw_train:
+            raise UserError(f"data.{given[0]} is set, but data.raw_train isn't")
+        if self.synthetic is not None and (self.raw or given):
+            raise UserError("data.raw has no use with data=synthetic; choose data=criteo_kaggle, …")
+
+
+@dataclass
+class TrainConfig:
+    """The loop."""
+
+    epochs: int = 1
+    """Passes over the training part."""
+    max_steps: int | None = None
+    """Stop after that many optimizer steps; null: after the epochs."""
+    eval_every: int | None = None
+    """Evaluate on the valid part every that many steps; null: at the end of each epoch."""
+    checkpoint_every: int | None = None
+    """Keep the model every that many steps, besides at each evaluation; null: only then."""
+    log_every: int = 50
+    """Steps between two lines of metrics.jsonl and of the display."""
+    precision: str = "fp32"
+    """`fp32`; `bf16`: autocast of the dense network over fp32 weights; `fp64`: for proofs."""
+    accumulate: int = 1
+    """Micro-batches that a batch is cut into; gradients are summed, then applied once."""
+    backend: str = "auto"
+    """Kernel of the tables: `torch`, `fbgemm`, or `auto`: fbgemm where it is legal and loads."""
+    resume: str | None = None
+    """Not built yet."""
+    overwrite: bool = False
+    """Use a run folder that isn't empty; its files are replaced."""
+
+    def __post_init__(self) -> None:
+        if self.precision not in ("fp32", "bf16", "fp64"):
+            raise UserError(f"train.precision={self.precision}: must be fp32, bf16 or fp64")
+        if self.backend not in ("auto", "torch", "fbgemm"):
+            raise UserError(f"train.backend={self.backend}: must be auto, torch or fbgemm")
+        for name in (
+            "epochs",
+            "max_steps",
+            "eval_every",
+            "checkpoint_every",
+            "log_every",
+            "accumulate",
+        ):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UserError(f"train.{name}={value}: must be at least 1")
+        if self.resume is not None:
+            raise UserError(
+                f"train.resume={self.resume}: resuming isn't built yet; `dlrm evaluate` and "
+                "`dlrm predict` read a run's models"
+            )
+
+
+@dataclass
+class LaunchConfig:
+    """Processes and devices."""
+
+    nproc: int = 1
+    """Worker processes; only 1 so far."""
+    device: str = "cpu"
+    """Device of the dense network and the tables; only `cpu` so far."""
+    num_threads: int | None = None
+    """Threads of torch; null: one per core."""
+
+    def __post_init__(self) -> None:
+        if self.nproc != 1:
+            raise UserError(
+                f"launch.nproc={self.nproc}: training runs in one process so far; sharding over "
+                "several isn't built yet. Set launch.nproc=1"
+            )
+        if self.device != "cpu":
+            raise UserError(
+                f"launch.device={self.device}: only the CPU is built so far. Set launch.device=cpu"
+            )
+        if self.num_threads is not None and self.num_threads < 1:
+            raise UserError(f"launch.num_threads={self.num_threads}: must be at least 1")
+
+
+@dataclass
+class TrainRun:
+    """`dlrm train`."""
+
+    data: DataConfig = field(default_factory=DataConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
+    seed: int = 0
+    """Of initial weights, tables and the order of samples."""
+
+    def __post_init__(self) -> None:
+        if self.train.accumulate > self.data.batch_size:
+            raise UserError(
+                f"train.accumulate={self.train.accumulate} exceeds "
+                f"data.batch_size={self.data.batch_size}: a micro-batch needs a sample"
+            )
+
+
+@dataclass
+class PrepareRun:
+    """`dlrm prepare`."""
+
+    data: DataConfig = field(default_factory=DataConfig)
+
+
+@dataclass
+class ScoreDataConfig:
+    """What an existing model is applied to."""
+
+    raw: Any = None
+    """Raw file, glob or list; null: a part of the prepared dataset."""
+    root: str | None = None
+    """Folder of the prepared dataset that the model was trained on; null: as recorded."""
+    batch_size: int = 8192
+    """Samples per batch."""
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise UserError(f"data.batch_size={self.batch_size}: must be at least 1")
+
+
+@dataclass
+class ScoreRun:
+    """`dlrm evaluate` and `dlrm predict`."""
+
+    run: str | None = None
+    """Folder of the training run."""
+    model: str = "best"
+    """`best` or `latest`."""
+    part: str = "test"
+    """Part of the prepared dataset: `train`, `valid` or `test`; no meaning with `data.raw`."""
+    out: str | None = None
+    """`dlrm predict`: the parquet file to write; null: predictions.parquet in the output folder."""
+    data: ScoreDataConfig = field(default_factory=ScoreDataConfig)
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
+
+    def __post_init__(self) -> None:
+        if self.run is None:
+            raise UserError("run= is missing: name the folder of a training run, run=outputs/…")
+        if self.model not in ("best", "latest"):
+            raise UserError(f"model={self.model}: must be best or latest")
+        if self.part not in ("train", "valid", "test"):
+            raise UserError(f"part={self.part}: must be train, valid or test")
+
+
+RUN_CONFIGS: dict[str, type] = {
+    "prepare": PrepareRun,
+    "train": TrainRun,
+    "evaluate": ScoreRun,
+    "predict": ScoreRun,
+}
+
+
+def register() -> None:
+    """Makes the dataclasses known to Hydra, as `schema/VERB`."""
+    store = ConfigStore.instance()
+    for verb, run_config in RUN_CONFIGS.items():
+        store.store(group="schema", name=verb, node=run_config, package="_global_")
+
+
+def to_config(composed: DictConfig) -> Any:
+    """The dataclass of a composed configuration, checked.
+
+    Raises:
+        UserError: for values that can't go together, naming the key.
+    """
+    return OmegaConf.to_object(composed)

@@ -1,0 +1,51 @@
+"""`dlrm prepare`: prepares a dataset and says what is in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from data.errors import UserError
+from data.synthetic import write_raw_tsv
+from dlrm.config import PrepareRun
+from dlrm.datasets import dataset_root, make_dataset
+from dlrm.display import PrepareDisplay
+
+
+def run_prepare(config: PrepareRun, run_dir: Path, say: Callable[[str], None] = print) -> None:
+    """Prepares `data.root`, or writes raw synthetic rows to `data.synthetic.raw_out`."""
+    _remove_if_empty(run_dir)
+    data = config.data
+    if data.synthetic is not None and data.synthetic.raw_out is not None:
+        path = Path.cwd() / Path(data.synthetic.raw_out).expanduser()
+        if path.exists() and not data.overwrite:
+            raise UserError(f"data.synthetic.raw_out={path} exists; set data.overwrite=true")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with PrepareDisplay() as display:
+            num_rows = write_raw_tsv(data.synthetic, path, display)
+        say(f"raw     {num_rows:,} rows in Criteo's format: {path}")
+        return
+    with PrepareDisplay() as display:
+        manifest = make_dataset(data, Path.cwd(), display)
+    root = dataset_root(data, Path.cwd())
+    for name, part in manifest.parts.items():
+        rate = "no rows" if part.label_rate is None else f"label rate {part.label_rate:.4f}"
+        say(f"{name:<7} {part.rows:>13,} rows  {rate}")
+    rows = sum(manifest.table_rows.values())
+    say(f"tables  {len(manifest.table_rows)} with {rows:,} rows")
+    blank_lines = sum(i.blank_lines for i in manifest.inputs)
+    if blank_lines:
+        say(f"note    {blank_lines:,} empty lines were skipped")
+    for name in manifest.parts:
+        replaced = manifest.unknown_id_share(name)
+        if replaced:
+            worst = sorted(replaced.items(), key=lambda item: -item[1])[:3]
+            shown = ", ".join(f"{feature} {share:.1%}" for feature, share in worst)
+            say(f"note    {name}: ids without a row of their own, most in {shown}")
+    say(f"dataset {root}  (digest {manifest.digest()[:12]})")
+
+
+def _remove_if_empty(folder: Path) -> None:
+    """Hydra makes an output folder for each run; `prepare` writes nothing into it."""
+    if folder.is_dir() and not any(folder.iterdir()):
+        folder.rmdir()

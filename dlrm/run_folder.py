@@ -1,0 +1,58 @@
+"""The output folder of one run: refused when used, filled file by file, each whole or absent."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from data.errors import UserError
+from data.files import write_whole
+
+_FILES = (
+    "config.yaml",
+    "dataset.json",
+    "plan.json",
+    "metrics.jsonl",
+    "evaluation.json",
+    "result.json",
+)
+
+
+class RunFolder:
+    """Writes `config.yaml`, `plan.json`, `metrics.jsonl`, `evaluation.json` and `result.json`.
+
+    Args:
+        path: the folder; made where it is missing.
+        overwrite: use it although it holds files; those of an earlier run are removed.
+
+    Raises:
+        UserError: for a folder that holds files.
+    """
+
+    def __init__(self, path: Path, *, overwrite: bool = False) -> None:
+        self.path = path
+        path.mkdir(parents=True, exist_ok=True)
+        used = sorted(entry.name for entry in path.iterdir())
+        if used and not overwrite:
+            raise UserError(
+                f"hydra.run.dir={path} is used (it holds {', '.join(used[:4])}); choose another "
+                "folder or set train.overwrite=true"
+            )
+        for name in _FILES:
+            (path / name).unlink(missing_ok=True)
+        for event_file in path.glob("tensorboard/events.out.tfevents.*"):
+            event_file.unlink()
+
+    def write_text(self, name: str, text: str) -> None:
+        """Writes a text file."""
+        write_whole(self.path / name, text.encode())
+
+    def write_json(self, name: str, values: Any) -> None:
+        """Writes a JSON file; NaN and infinity are refused, as JSON has none."""
+        self.write_text(name, json.dumps(values, indent=1, allow_nan=False) + "\n")
+
+    def append_metrics(self, line: dict[str, Any]) -> None:
+        """Adds a line to metrics.jsonl."""
+        with open(self.path / "metrics.jsonl", "a") as opened:
+            opened.write(json.dumps(line) + "\n")

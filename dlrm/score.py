@@ -1,0 +1,183 @@
+"""`dlrm evaluate` and `dlrm predict`: apply a run's model to a prepared part or to raw files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from omegaconf import OmegaConf
+
+from data.batch import Batch
+from data.errors import RawDataError, UserError
+from data.parquet import Order, PreparedDataset
+from data.raw import expand_inputs, has_labels
+from data.raw_batches import load_row_mapper, raw_batches
+from dlrm.build import build_embeddings, build_model, set_threads
+from dlrm.checkpoint import Checkpoints, load_model
+from dlrm.config import ScoreRun, TrainRun, to_config
+from dlrm.model import DLRM
+from dlrm.run_folder import RunFolder
+from dlrm.scoring import evaluate, score_batches
+from dlrm.train import describe_eval, versions, write_evaluation
+from embeddings.sharded import ShardedEmbeddings
+
+
+class TrainedModel:
+    """The model of a run folder, ready to score; optimizer state is not loaded.
+
+    Args:
+        config: which run and which of its models.
+
+    Raises:
+        UserError: where the run, its model or its dataset is missing, or the dataset has changed.
+    """
+
+    def __init__(self, config: ScoreRun) -> None:
+        assert config.run is not None
+        self.run_path = Path.cwd() / Path(config.run).expanduser()
+        stored = self.run_path / "config.yaml"
+        if not stored.is_file():
+            raise UserError(f"run={config.run}: no run folder (no config.yaml in {self.run_path})")
+        self.config = _stored_config(stored)
+        self.info = Checkpoints(self.run_path).find(config.model)
+        self.dataset = PreparedDataset(self._dataset_root(config))
+        set_threads(config.launch)
+        self.embeddings: ShardedEmbeddings = build_embeddings(
+            self.config, self.dataset.manifest, for_training=False
+        )
+        self.model: DLRM = build_model(self.config, self.dataset.manifest)
+        load_model(self.info, self.model, self.embeddings.store)
+
+    def _dataset_root(self, config: ScoreRun) -> Path:
+        result = OmegaConf.to_container(OmegaConf.load(self.run_path / "dataset.json"))
+        assert isinstance(result, dict)
+        root = Path.cwd() / config.data.root if config.data.root else Path(str(result["root"]))
+        found = PreparedDataset(root).manifest.digest()
+        if found != result["digest"]:
+            raise UserError(
+                f"the dataset in {root} isn't the one that the run was trained on (its digest "
+                "differs): vocabularies may differ too. Name the right one with data.root="
+            )
+        return root
+
+
+def run_evaluate(
+    config: ScoreRun, run_dir: Path, say: Callable[[str], None] = print
+) -> dict[str, Any]:
+    """Prints and writes the metrics of a trained model."""
+    folder = RunFolder(run_dir)
+    trained = TrainedModel(config)
+    precision = trained.config.train.precision
+    if config.data.raw is None:
+        trained.dataset.check(config.part)
+        part = config.part
+        batches = trained.dataset.batches(part, Order(config.data.batch_size))
+    else:
+        part = "raw"
+        files = expand_inputs(config.data.raw, Path.cwd(), "data.raw")
+        batches = _raw_batches(trained, config, files, need_labels=True)
+    metrics = evaluate(trained.model, trained.embeddings, batches, precision)
+    result = metrics.result()
+    write_evaluation(folder, part, metrics, [])
+    values = {
+        "status": "completed",
+        "run": str(trained.run_path),
+        "model": config.model,
+        "step": trained.info.step,
+        "split": part,
+        "versions": versions(),
+        "eval": result.as_dict(),
+    }
+    folder.write_json("result.json", values)
+    say(f"{part:<7} {describe_eval(result)}  (model of step {trained.info.step:,})")
+    return values
+
+
+def run_predict(config: ScoreRun, run_dir: Path, say: Callable[[str], None] = print) -> Path:
+    """Writes `row`, `probability`, `logit` and, where there are labels, `label`, in row order."""
+    folder = RunFolder(run_dir)
+    trained = TrainedModel(config)
+    out = folder.path / "predictions.parquet"
+    if config.out is not None:
+        out = Path.cwd() / Path(config.out).expanduser()
+        if out.exists():
+            raise UserError(f"out={out} exists; name another file or remove it")
+        out.parent.mkdir(parents=True, exist_ok=True)
+    if config.data.raw is None:
+        trained.dataset.check(config.part)
+        batches = trained.dataset.batches(config.part, Order(config.data.batch_size))
+    else:
+        files = expand_inputs(config.data.raw, Path.cwd(), "data.raw")
+        batches = _raw_batches(trained, config, files, need_labels=False)
+    temporary = out.with_name(out.name + ".partial")
+    num_rows = _write_predictions(trained, batches, temporary)
+    os.replace(temporary, out)
+    values = {
+        "status": "completed",
+        "run": str(trained.run_path),
+        "model": config.model,
+        "step": trained.info.step,
+        "versions": versions(),
+        "predictions": {"file": str(out), "rows": num_rows},
+    }
+    folder.write_json("result.json", values)
+    say(f"predict {num_rows:,} rows: {out}  (model of step {trained.info.step:,})")
+    return out
+
+
+def _write_predictions(trained: TrainedModel, batches: Iterator[Batch], path: Path) -> int:
+    writer: pq.ParquetWriter | None = None
+    num_rows = 0
+    try:
+        scored = score_batches(
+            trained.model, trained.embeddings, batches, trained.config.train.precision
+        )
+        for batch, logits_B in scored:
+            order = np.argsort(batch.row_B.numpy())
+            logits = logits_B.double().numpy()[order]
+            columns = {
+                "row": pa.array(batch.row_B.numpy()[order]),
+                "probability": pa.array(1 / (1 + np.exp(-logits))),
+                "logit": pa.array(logits),
+            }
+            if batch.label_B is not None:
+                columns["label"] = pa.array(batch.label_B.numpy()[order].astype(np.int8))
+            table = pa.table(columns)
+            if writer is None:
+                writer = pq.ParquetWriter(path, table.schema, compression="zstd")
+            writer.write_table(table)
+            num_rows += table.num_rows
+    finally:
+        if writer is not None:
+            writer.close()
+    if writer is None:
+        raise UserError("there are no rows to predict")
+    return num_rows
+
+
+def _raw_batches(
+    trained: TrainedModel, config: ScoreRun, files: list[Path], *, need_labels: bool
+) -> Iterator[Batch]:
+    manifest = trained.dataset.manifest
+    labelled = [has_labels(path, manifest.schema) for path in files]
+    if need_labels and not all(labelled):
+        unlabelled = files[labelled.index(False)]
+        label = manifest.schema.label.column
+        raise RawDataError(
+            str(unlabelled), 1, f"there is no label column ({label}); use `dlrm predict`"
+        )
+    if any(labelled) != all(labelled):
+        raise UserError("data.raw mixes files with and without labels; predict them apart")
+    mapper = load_row_mapper(trained.dataset.root, manifest)
+    return raw_batches(manifest, mapper, files, all(labelled), config.data.batch_size)
+
+
+def _stored_config(path: Path) -> TrainRun:
+    schema = OmegaConf.structured(TrainRun)
+    config: TrainRun = to_config(OmegaConf.merge(schema, OmegaConf.load(path)))  # type: ignore[arg-type]
+    return config
