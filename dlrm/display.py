@@ -101,9 +101,10 @@ class _Display:
             live.stop()
 
     def _redraw(self, now: bool = False) -> None:
-        if self._live is not None and (now or self._is_due()):
+        if now or self._is_due():
             self._drawn_at_s = self._get_time()
-            self._live.refresh()
+            if self._live is not None:
+                self._live.refresh()
 
     def _is_due(self) -> bool:
         return self._get_time() - self._drawn_at_s >= 1 / REFRESH_PER_S
