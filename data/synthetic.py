@@ -65,7 +65,8 @@ _SPARSE_MISSING_PERCENT = (
 )  # fmt: skip
 NUM_DENSE, NUM_SPARSE = 13, 26
 _NUM_PAIRS = 6
-_EFFECT_HALF_RANK = 20.0
+_PAIR_SCALE = 0.5
+_EFFECT_HALF_RANK = 10.0
 _LOGIT_DEVIATION = 1.35
 
 
@@ -198,7 +199,8 @@ class Teacher:
         for feature in range(NUM_SPARSE):
             score_B += self._scales[feature] * self._effects[feature][ranks_FB[feature]]
         for left, right in self._pairs:
-            score_B += self._latents[left][ranks_FB[left]] * self._latents[right][ranks_FB[right]]
+            product_B = self._latents[left][ranks_FB[left]] * self._latents[right][ranks_FB[right]]
+            score_B += _PAIR_SCALE * product_B
         return score_B
 
     def _calibrate(self) -> None:
