@@ -9,6 +9,7 @@ Shape letters, the same in the whole project (suffixes of names):
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 
 import numpy as np
@@ -111,13 +112,13 @@ class JaggedIds:
 
     def to(self, device: torch.device) -> JaggedIds:
         """The same ids on `device`."""
-        weights_L = None if self.weights_L is None else self.weights_L.to(device, non_blocking=True)
-        return JaggedIds(
-            self.values_L.to(device, non_blocking=True),
-            self.offsets.to(device, non_blocking=True),
-            self.num_features,
-            weights_L,
-        )
+        # A plain copy: the invariants were checked, and checking again would wait for the device.
+        moved = copy.copy(self)
+        for name in ("values_L", "offsets", "weights_L"):
+            values = getattr(self, name)
+            if values is not None:
+                object.__setattr__(moved, name, values.to(device, non_blocking=True))
+        return moved
 
 
 @dataclass(frozen=True)

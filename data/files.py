@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import urllib.parse
 from pathlib import Path
 from typing import Any
 
@@ -33,3 +34,9 @@ def _sha256_by_pieces(opened: Any) -> str:
     while piece := opened.read(1 << 20):
         digest.update(piece)
     return digest.hexdigest()
+
+
+def file_name(name: str) -> str:
+    """A column's or table's name as a file name: characters with a meaning in paths as %XX."""
+    quoted = urllib.parse.quote(name, safe=" ()+,=@")
+    return quoted if quoted.strip(".") else quoted.replace(".", "%2E")

@@ -52,8 +52,8 @@ class Rows:
     ids: dict[str, MappedIds]
     extra: dict[str, np.ndarray]
 
-    def to_table(self, features: tuple[Feature, ...]) -> pa.Table:
-        """As Arrow columns; list features as list columns, ids as int32 where they fit."""
+    def to_table(self, features: tuple[Feature, ...], table_rows: dict[str, int]) -> pa.Table:
+        """As Arrow columns; list features as list columns, ids as int32 where their table allows."""
         columns: dict[str, pa.Array] = {}
         if self.label_B is not None:
             columns[LABEL_COLUMN] = pa.array(self.label_B)
@@ -62,8 +62,8 @@ class Rows:
         columns.update({name: pa.array(values) for name, values in self.dense.items()})
         for feature in features:
             mapped = self.ids[feature.name]
-            ids = pa.array(mapped.ids.astype(np.int32 if _fits_int32(mapped.ids) else np.int64))
-            ids = ids.cast(pa.int64()) if feature.rows and feature.rows >= 2**31 else ids
+            is_small = table_rows[feature.table] <= 2**31
+            ids = pa.array(mapped.ids.astype(np.int32 if is_small else np.int64))
             if mapped.lengths is None:
                 columns[feature.name] = ids
                 continue
@@ -176,7 +176,3 @@ def lane_order(num_rows: int) -> np.ndarray:
     if num_rows % NUM_LANES == 0:
         return np.arange(num_rows).reshape(-1, NUM_LANES).T.reshape(-1)
     return np.concatenate([np.arange(lane, num_rows, NUM_LANES) for lane in range(NUM_LANES)])
-
-
-def _fits_int32(ids: np.ndarray) -> bool:
-    return len(ids) == 0 or int(ids.max()) < 2**31

@@ -20,6 +20,7 @@ from data.schema import (
     schema_from_dict,
     schema_to_dict,
 )
+from data.split import PARTS
 from data.transform import Moments
 
 FORMAT_VERSION = 1
@@ -103,6 +104,15 @@ class Manifest:
             for name in info.ids
             if info.ids[name] and info.unknown[name]
         }
+
+    def has_file_parts(self, file_parts: list[int] | None) -> bool:
+        """Whether each part holds the rows of the input files given for it (None: by the rule)."""
+        if file_parts is None:
+            return True
+        rows = dict.fromkeys(PARTS, 0)
+        for entry, part in zip(self.inputs, file_parts, strict=True):
+            rows[PARTS[part]] += entry.rows
+        return all(rows[name] == self.parts[name].rows for name in PARTS)
 
     def to_json(self) -> str:
         """Canonical text: equal datasets have equal manifests."""

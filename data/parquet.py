@@ -7,7 +7,7 @@ at an index is decided by a shuffle per lane and epoch: the lane's row groups (u
 random order, and the rows of each group in random order. Without shuffling, positions are rows.
 
 Quality of the shuffle: a batch mixes 64 row groups drawn from anywhere in the part, each row group
-spanning 524,288 consecutive rows. Memory: two row groups of each of the rank's lanes (168 MB for
+spanning 524,288 consecutive rows. Memory: two row groups of each of the rank's lanes (285 MB for
 Criteo on one rank).
 """
 

@@ -12,11 +12,12 @@ from pathlib import Path
 import numpy as np
 
 from data.batch import Batch
+from data.files import file_name
 from data.lanes import Rows
 from data.manifest import Manifest
 from data.parquet import Bags, Columns, assemble_batch
-from data.prepare import RowMapper
 from data.raw import RawReader
+from data.row_mapper import RowMapper
 from data.schema import Feature
 from data.vocabulary import MappedIds, Vocabulary, load_dictionary
 
@@ -29,7 +30,7 @@ def load_row_mapper(root: Path, manifest: Manifest) -> RowMapper:
             continue
         dictionary = None
         if feature.vocabulary == "dictionary":
-            path = root / "vocabulary" / f"{feature.table}.parquet"
+            path = root / "vocabulary" / f"{file_name(feature.table)}.parquet"
             dictionary = load_dictionary(path, manifest.table_rows[feature.table])
         vocabularies[feature.table] = Vocabulary(feature, dictionary)
     return RowMapper(manifest.schema, manifest.features, vocabularies, manifest.moments)

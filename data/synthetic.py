@@ -18,7 +18,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import shutil
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -32,7 +31,6 @@ import pyarrow.csv as pa_csv
 from data.counting import KeyCounter
 from data.errors import UserError
 from data.files import file_sha256
-from data.id_counts import write_id_counts
 from data.lanes import PartWriter, Rows
 from data.manifest import FORMAT_VERSION, MANIFEST, Manifest, PartInfo, load_manifest
 from data.progress import ProgressListener, SilentListener
@@ -49,6 +47,7 @@ from data.split import PARTS, TRAIN
 from data.transform import transform_dense
 from data.vocabulary import MappedIds
 from data.work_folder import locked
+from data.write_pass import PartTally, write_all_id_counts
 
 TEACHER_COLUMN = "teacher_logit"
 CHUNK_ROWS = 65_536
@@ -64,6 +63,7 @@ _SPARSE_MISSING_PERCENT = (
     0, 0, 3, 3, 0, 13, 0, 0, 0, 0, 0, 3, 0, 0, 0, 3, 0, 0, 45, 45, 3, 82, 0, 3, 45, 45,
 )  # fmt: skip
 NUM_DENSE, NUM_SPARSE = 13, 26
+_ROW_BYTES = 1 + 4 * (NUM_DENSE + NUM_SPARSE)
 _NUM_PAIRS = 6
 _PAIR_SCALE = 0.5
 _EFFECT_HALF_RANK = 10.0
@@ -269,7 +269,7 @@ def write_raw_tsv(
     """
     listener = listener or SilentListener()
     num_rows = config.num_train + config.num_valid + config.num_test
-    listener.phase("generate", num_rows)
+    listener.phase("generate", _ROW_BYTES * num_rows)
     options = pa_csv.WriteOptions(include_header=False, delimiter="\t", quoting_style="none")
     temporary = path.with_name(path.name + ".partial")
     with open(temporary, "wb") as sink:
@@ -282,7 +282,7 @@ def write_raw_tsv(
             for f, ranks in enumerate(chunk.ranks_FB[:, start:stop]):
                 columns[f"C{f + 1}"] = _hex_tokens(f, ranks)
             pa_csv.write_csv(pa.table(columns), sink, options)
-            listener.advance(stop - start, stop - start)
+            listener.advance(_ROW_BYTES * (stop - start), stop - start)
     temporary.replace(path)
     return num_rows
 
@@ -311,45 +311,32 @@ def _generate(
     features = resolve_features(schema)
     counters = {f.name: KeyCounter(work / "ids" / f.name, 8 << 20) for f in features}
     num_rows = config.num_train + config.num_valid + config.num_test
-    listener.phase("generate", num_rows)
+    listener.phase("generate", _ROW_BYTES * num_rows)
     parts: dict[str, PartInfo] = {}
     teacher = Teacher(config)
+    table_rows = {f.table: f.rows or 0 for f in features}
     with ThreadPoolExecutor(2) as pool:
         begin = 0
         for number, (part, size) in enumerate(
             zip(PARTS, (config.num_train, config.num_valid, config.num_test), strict=True)
         ):
             writer = PartWriter(root, part, pool)
-            positives = 0
-            missing = dict.fromkeys(counters, 0)
+            tally = PartTally(list(counters))
             for start, stop, chunk in _chunks(teacher, begin, size, pool):
                 rows = _rows_of(schema, features, chunk, start, stop)
-                writer.append(rows.to_table(features))
-                positives += int(chunk.label_B[start:stop].sum())
-                for name, mapped in rows.ids.items():
-                    missing[name] += mapped.num_missing
-                    if number == TRAIN:
-                        counters[name].add(mapped.used_rows, mapped.used_counts)
-                listener.advance(stop - start, stop - start)
-            parts[part] = PartInfo(
-                rows=size,
-                files=writer.close(),
-                label_rate=positives / size if size else None,
-                unknown=dict.fromkeys(counters, 0),
-                missing=missing,
-                ids=dict.fromkeys(counters, size),
-            )
+                writer.append(rows.to_table(features, table_rows))
+                id_tallies = {n: (m.num_ids, 0, m.num_missing) for n, m in rows.ids.items()}
+                tally.add(rows.num_rows, int(chunk.label_B[start:stop].sum()), id_tallies)
+                for name, mapped in rows.ids.items() if number == TRAIN else ():
+                    counters[name].add(mapped.used_rows, mapped.used_counts)
+                listener.advance(_ROW_BYTES * (stop - start), stop - start)
+            parts[part] = tally.info(writer.close())
             begin += size
-    shutil.rmtree(root / "counts", ignore_errors=True)
-    (root / "counts").mkdir()
-    counts, outputs = {}, {}
-    for name, counter in counters.items():
-        path = root / "counts" / f"{name}.parquet"
-        counts[name] = write_id_counts(counter, path, root)
-        outputs[counts[name]["file"]] = file_sha256(path)
+    counts = write_all_id_counts(counters, root)
+    outputs = {entry["file"]: file_sha256(root / entry["file"]) for entry in counts.values()}
     return Manifest(
         schema=schema,
-        table_rows={f.table: f.rows or 0 for f in features},
+        table_rows=table_rows,
         inputs=[],
         parts=parts,
         moments={},
@@ -389,7 +376,9 @@ def _rows_of(
         rows = ranks + 1  # Row 0: missing.
         used_rows, used_counts = np.unique(rows, return_counts=True)
         num_missing = int(np.count_nonzero(ranks < 0))
-        ids[feature.name] = MappedIds(rows, None, None, 0, num_missing, used_rows, used_counts)
+        ids[feature.name] = MappedIds(
+            rows, None, None, len(rows), 0, num_missing, used_rows, used_counts
+        )
     return Rows(
         num_rows=stop - start,
         label_B=chunk.label_B[start:stop],

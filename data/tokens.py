@@ -132,7 +132,7 @@ def _encode_text(values: pa.Array) -> EncodedColumn:
 
 
 def collision_error() -> UserError:
-    """Two texts with one 64-bit hash: about 3 in 10 million for a column of 100 M tokens."""
+    """Two texts with one 64-bit hash: about 3 in 10,000 for a column of 100 M tokens."""
     return UserError(
         "two different tokens of one column share their 64-bit hash, so they can't be told apart; "
         "give the column numeric tokens (token=hex or token=int)"

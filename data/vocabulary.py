@@ -69,6 +69,7 @@ class MappedIds:
         ids: int64, one per row or (with `lengths`) one per id.
         lengths: int32 ids per row, or None.
         weights: fp32 bag weights, or None.
+        num_ids: ids before any was dropped.
         num_unknown: ids that went to the unknown row (or last row), or were dropped.
         num_missing: missing values that went to the missing row.
         used_rows: int64, sorted, unique: the rows that occur in `ids`.
@@ -78,6 +79,7 @@ class MappedIds:
     ids: np.ndarray
     lengths: np.ndarray | None
     weights: np.ndarray | None
+    num_ids: int
     num_unknown: int
     num_missing: int
     used_rows: np.ndarray
@@ -154,7 +156,9 @@ class Vocabulary:
             bags = np.repeat(np.arange(len(lengths)), lengths)
             lengths = np.bincount(bags[is_kept], minlength=len(lengths)).astype(np.int32)
             ids, weights = ids[is_kept], None if weights is None else weights[is_kept]
-        return MappedIds(ids, lengths, weights, num_unknown, num_missing, used_rows, used_counts)
+        return MappedIds(
+            ids, lengths, weights, len(codes), num_unknown, num_missing, used_rows, used_counts
+        )
 
 
 def _sum_by_row(rows: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -27,5 +27,10 @@ def locked(root: Path) -> Iterator[Path]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(f"data.root={root} is being prepared by another process") from None
-        yield work
+        try:
+            yield work
+        except BaseException:
+            if (root / "manifest.json").exists():
+                shutil.rmtree(work)  # A finished dataset was refused: there is nothing to take up.
+            raise
     shutil.rmtree(work)

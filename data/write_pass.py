@@ -1,0 +1,158 @@
+"""Pass 3 of `prepare`: spooled blocks → lane files of each part, and the id counts."""
+
+from __future__ import annotations
+
+import shutil
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from data.arrays import load_arrays
+from data.blocks import select_rows
+from data.counting import KeyCounter
+from data.files import file_name
+from data.id_counts import write_id_counts
+from data.lanes import PartFile, PartWriter
+from data.manifest import PartInfo
+from data.parse_pass import NUM_THREADS, SpooledBlock, SpooledFile, spooled_blocks
+from data.progress import ProgressListener
+from data.row_mapper import RowMapper
+from data.split import PARTS, TRAIN, SplitRule
+
+_COUNTER_BYTES = 96 << 20
+
+
+@dataclass(frozen=True)
+class PartBlock:
+    """The rows of one block that belong to one part, ready to write.
+
+    Attributes:
+        table: the rows (see `Rows.to_table`).
+        num_positive: rows with label 1.
+        id_tallies: by feature: ids, unknown, missing.
+        used_ids: by feature: sorted unique ids and how often each occurs.
+    """
+
+    table: pa.Table
+    num_positive: int
+    id_tallies: dict[str, tuple[int, int, int]]
+    used_ids: dict[str, tuple[np.ndarray, np.ndarray]]
+
+
+class WritePass:
+    """Maps blocks in worker threads and writes parts in raw order.
+
+    Args:
+        mapper: applies vocabularies and transforms.
+        root: the dataset folder.
+        work: folder for spilled counts.
+        listener: follows the progress.
+    """
+
+    def __init__(
+        self, mapper: RowMapper, root: Path, work: Path, listener: ProgressListener
+    ) -> None:
+        self._mapper, self._root, self._listener = mapper, root, listener
+        share = _COUNTER_BYTES // max(len(mapper.features), 1)
+        self._id_counters = {
+            f.name: KeyCounter(work / "ids" / file_name(f.name), share) for f in mapper.features
+        }
+        self._tallies = [PartTally([f.name for f in mapper.features]) for _ in PARTS]
+
+    def run(
+        self, spooled: list[SpooledFile], rule: SplitRule
+    ) -> tuple[dict[str, PartInfo], dict[str, dict[str, Any]]]:
+        """Writes everything; returns the parts and the summaries of the id counts."""
+        self._listener.phase("write", sum(entry.info.num_bytes for entry in spooled))
+        with ThreadPoolExecutor(NUM_THREADS) as pool:
+            writers = [PartWriter(self._root, part, pool) for part in PARTS]
+            jobs: deque[tuple[SpooledBlock, Future[dict[int, PartBlock]]]] = deque()
+            for block in spooled_blocks(spooled):
+                parts = rule.parts_of(block.file_index, block.start, block.stop)
+                jobs.append((block, pool.submit(self._map, block, parts)))
+                if len(jobs) > NUM_THREADS:
+                    self._append(*jobs.popleft(), writers)
+            while jobs:
+                self._append(*jobs.popleft(), writers)
+            files = [writer.close() for writer in writers]
+        tallied = zip(PARTS, self._tallies, files, strict=True)
+        infos = {part: tally.info(written) for part, tally, written in tallied}
+        return infos, write_all_id_counts(self._id_counters, self._root)
+
+    def _append(
+        self,
+        block: SpooledBlock,
+        job: Future[dict[int, PartBlock]],
+        writers: list[PartWriter],
+    ) -> None:
+        for part, rows in job.result().items():
+            writers[part].append(rows.table)
+            self._tallies[part].add(rows.table.num_rows, rows.num_positive, rows.id_tallies)
+            for name, (ids, counts) in rows.used_ids.items() if part == TRAIN else ():
+                self._id_counters[name].add(ids, counts)
+        self._listener.advance(block.num_raw_bytes, block.stop - block.start)
+
+    def _map(self, block: SpooledBlock, parts: np.ndarray) -> dict[int, PartBlock]:
+        """Runs in a worker thread."""
+        arrays = load_arrays(block.path)
+        mapper = self._mapper
+        mapped = {}
+        present = np.unique(parts).tolist()
+        for part in present:
+            is_chosen = parts == part
+            chosen = arrays
+            if len(present) > 1:
+                chosen = select_rows(arrays, is_chosen, mapper.schema, mapper.features)
+            rows = mapper.map_arrays(chosen, int(is_chosen.sum()))
+            assert rows.label_B is not None
+            table_rows = {name: v.rows for name, v in mapper.vocabularies.items()}
+            mapped[part] = PartBlock(
+                table=rows.to_table(mapper.features, table_rows),
+                num_positive=int(rows.label_B.sum()),
+                id_tallies={
+                    name: (m.num_ids, m.num_unknown, m.num_missing) for name, m in rows.ids.items()
+                },
+                used_ids={name: (m.used_rows, m.used_counts) for name, m in rows.ids.items()},
+            )
+        return mapped
+
+
+class PartTally:
+    """Row, label and id counts of one part."""
+
+    def __init__(self, features: list[str]) -> None:
+        self._rows = self._positives = 0
+        self._ids = dict.fromkeys(features, 0)
+        self._unknown, self._missing = dict(self._ids), dict(self._ids)
+
+    def add(
+        self, num_rows: int, num_positive: int, id_tallies: dict[str, tuple[int, int, int]]
+    ) -> None:
+        """Some more rows."""
+        self._rows += num_rows
+        self._positives += num_positive
+        for name, (ids, unknown, missing) in id_tallies.items():
+            self._ids[name] += ids
+            self._unknown[name] += unknown
+            self._missing[name] += missing
+
+    def info(self, files: list[PartFile]) -> PartInfo:
+        """For the manifest."""
+        rate = self._positives / self._rows if self._rows else None
+        return PartInfo(self._rows, files, rate, self._unknown, self._missing, self._ids)
+
+
+def write_all_id_counts(counters: dict[str, KeyCounter], root: Path) -> dict[str, dict[str, Any]]:
+    """Writes `root/counts/FEATURE.parquet` for each feature; returns their summaries."""
+    folder = root / "counts"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    return {
+        name: write_id_counts(counter, folder / f"{file_name(name)}.parquet", root)
+        for name, counter in counters.items()
+    }
