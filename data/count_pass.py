@@ -108,7 +108,7 @@ class CountPass:
         # A key and its row take 16 bytes.
         total_bytes = sum(16 * num_tokens for _, num_tokens in built.values())
         in_memory = total_bytes <= _DICTIONARY_BYTES_IN_MEMORY
-        vocabularies = {}
+        vocabularies: dict[str, Vocabulary] = {}
         for feature in self._features:
             dictionary = None
             if feature.table in built:

@@ -53,7 +53,7 @@ class Rows:
     extra: dict[str, np.ndarray]
 
     def to_table(self, features: tuple[Feature, ...], table_rows: dict[str, int]) -> pa.Table:
-        """As Arrow columns; list features as list columns, ids as int32 where their table allows."""
+        """As Arrow columns: list features as lists, ids as int32 where their table allows."""
         columns: dict[str, pa.Array] = {}
         if self.label_B is not None:
             columns[LABEL_COLUMN] = pa.array(self.label_B)

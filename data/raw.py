@@ -149,6 +149,7 @@ class RawReader:
             return self._encode_parquet(piece, piece.payload)
         columns = piece.columns
         try:
+            self._check_quotes(piece.payload)
             table = self._read_csv(piece.payload, columns)
             if table.num_rows > piece.num_lines:
                 raise _BadColumn("a carriage return inside a line")
@@ -226,11 +227,16 @@ class RawReader:
         names = _names_of(line, self.schema)
         absent = [name for name in self._used if name not in names]
         if absent:
+            delimiter = self.schema.format.delimiter
+            hint = f"; is the delimiter {delimiter!r}?" if len(names) == 1 else ""
             raise RawDataError(
                 file,
                 1,
-                f"the header has no column {', '.join(absent)}; it names {', '.join(names)}",
+                f"the header has no column {', '.join(absent)}; it names {', '.join(names)}{hint}",
             )
+        twice = sorted({name for name in self._used if names.count(name) > 1})
+        if twice:
+            raise RawDataError(file, 1, f"the header names a column twice: {', '.join(twice)}")
         return names
 
     def _read_csv(self, payload: bytes, columns: list[str]) -> pa.Table:
@@ -255,6 +261,16 @@ class RawReader:
                 strings_can_be_null=True,
             ),
         )
+
+    def _check_quotes(self, payload: bytes) -> None:
+        """Refuses a line break inside quotes: slices are cut at line breaks."""
+        quote = self.schema.format.quote.encode()
+        if not quote or quote not in payload:
+            return
+        text = np.frombuffer(payload, dtype=np.uint8)
+        num_quotes = np.cumsum(text == quote[0])[text == 10]
+        if (num_quotes % 2).any():
+            raise _BadColumn("a line break inside quotes isn't supported")
 
     def _encode(self, table: pa.Table) -> RawBlock:
         arrays = {name: _combine(table[name]) for name in self._used}

@@ -49,6 +49,8 @@ def explain_bad_slice(
                 number,
                 f"not UTF-8 text (byte {error.start + 1} of the line); convert the file",
             ) from None
+        if schema.format.quote and line.count(schema.format.quote) % 2:
+            raise RawDataError(file, number, "a line break inside quotes isn't supported")
         fields = split_fields(line, schema)
         if len(fields) != len(columns):
             raise RawDataError(file, number, _wrong_count(len(fields), columns, schema, labelled))
@@ -76,7 +78,7 @@ def _wrong_count(found: int, columns: list[str], schema: Schema, labelled: bool)
         return (
             f"{text}; is the delimiter {schema.format.delimiter!r} (data.schema.format.delimiter)?"
         )
-    if labelled and found == expected - 1:
+    if labelled and found == expected - 1 and not schema.format.header:
         return (
             f"{text}; a file without the label column ({schema.label.column}) can be used with "
             "`dlrm predict` only"

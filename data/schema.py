@@ -130,9 +130,9 @@ class Split:
     order. `random`: each row by a hash of its number and `seed`. `given`: as in `data.raw_train`,
     `data.raw_valid`, `data.raw_test`."""
     valid: float = 0.1
-    """Share of the rows (`by_file`: of the rows of the held-out files) that validate."""
+    """Share of the rows that validate; `by_file`: weight of valid in the held-out files."""
     test: float = 0.1
-    """Share of the rows (`by_file`: of the rows of the held-out files) that test."""
+    """Share of the rows that test; `by_file`: weight of test in the held-out files."""
     seed: int = 0
     """`random`: another seed, another split."""
     eval_files: int = 1
@@ -261,6 +261,8 @@ def check_schema(schema: Schema) -> None:
     if twice:
         raise UserError(f"data.schema uses a column for two things: {', '.join(twice)}")
     known = schema.format.columns
+    if schema.format.header and known:
+        raise UserError("data.schema.format.columns has no use with header=true: leave it empty")
     if schema.format.kind == "csv" and not schema.format.header:
         if not known:
             raise UserError(

@@ -237,7 +237,11 @@ def synthetic_schema(config: SyntheticConfig) -> Schema:
 
 
 def synthesise(
-    config: SyntheticConfig, root: Path, listener: ProgressListener | None = None
+    config: SyntheticConfig,
+    root: Path,
+    listener: ProgressListener | None = None,
+    *,
+    overwrite: bool = False,
 ) -> Manifest:
     """Makes the prepared dataset in `root`; returns at once where it is there already.
 
@@ -247,7 +251,9 @@ def synthesise(
     listener = listener or SilentListener()
     root.mkdir(parents=True, exist_ok=True)
     with locked(root) as work:
-        if (root / MANIFEST).exists():
+        if overwrite:
+            (root / MANIFEST).unlink(missing_ok=True)
+        elif (root / MANIFEST).exists():
             manifest = load_manifest(root)
             if manifest.synthetic != config.settings():
                 raise UserError(

@@ -9,8 +9,9 @@ import os
 import re
 import sys
 import traceback
+from dataclasses import is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
 VERBS = {
     "prepare": "raw files → a prepared dataset folder",
@@ -37,6 +38,12 @@ dlrm evaluate run=outputs/adult data.raw=more.csv         # raw rows, the run's 
     "predict": """\
 dlrm predict run=outputs/adult data.raw=new.csv out=predictions.parquet""",
 }
+
+# Keys of Hydra's own that hold text.
+_HYDRA_TEXT_KEYS = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir", "hydra.job.name")
+_NUMBER_OR_BOOL = re.compile(
+    r"[+-]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)(e[+-]?\d+)?|[+-]?(inf|nan)|true|false", re.IGNORECASE
+)
 
 
 def main() -> None:
@@ -142,7 +149,7 @@ def _compose_and_run(verb: str, arguments: list[str]) -> list[Exception]:
         except Exception as error:
             failures.append(error)
 
-    saved, sys.argv = sys.argv, [f"dlrm {verb}", *arguments]
+    saved, sys.argv = sys.argv, [f"dlrm {verb}", *(_keep_text(verb, a) for a in arguments)]
     try:
         job()
     finally:
@@ -169,19 +176,64 @@ def _fail(message: str, status: int) -> int:
     return status
 
 
+def _keep_text(verb: str, argument: str) -> str:
+    """An override whose value is text, quoted where Hydra would read a number or a truth value.
+
+    Without it `hydra.run.dir=1_1` would become 11, `run=1e3` 1000.0 and `data.root=true` True.
+    """
+    key, equals, value = argument.partition("=")
+    if not equals or set(value) & set("'\"(){}$\\") or not _is_text(verb, key.lstrip("+")):
+        return argument
+    # Each of several values too: `[a,b]`, and `a,b` of a sweep.
+    pieces = [
+        f"'{piece.strip()}'" if _NUMBER_OR_BOOL.fullmatch(piece.strip()) else piece
+        for piece in re.split(r"([\[\],])", value)
+    ]
+    return f"{key}={''.join(pieces)}"
+
+
+def _is_text(verb: str, key: str) -> bool:
+    from dlrm.config import RUN_CONFIGS
+
+    if key in _HYDRA_TEXT_KEYS:
+        return True
+    kind: Any = RUN_CONFIGS[verb]
+    for name in key.split("."):
+        if is_dataclass(kind):
+            kind = get_type_hints(kind).get(name)
+        elif get_origin(kind) is dict:
+            kind = get_args(kind)[1]
+        else:
+            return False
+        if type(None) in get_args(kind):
+            kind = next(k for k in get_args(kind) if k is not type(None))
+    return kind in (str, Any, list[str])
+
+
 def _explain_override(verb: str, error: Exception) -> str:
     """Hydra's message without its internals and, for an unknown key, the keys that look like it."""
+    from hydra.errors import OverrideParseException
+
     cause = error.__cause__
     text = str(error)
+    if isinstance(error, OverrideParseException):
+        reason = text.splitlines()[0]
+        return (
+            f"can't read {error.override!r}: {reason}\nan override is key=value; put quotes around "
+            "a value with special characters: \"key='a=b'\""
+        )
     if cause is not None and str(cause) and str(cause) not in text:
         text = f"{text}\n{cause}"
-    lines = [line for line in text.splitlines() if not line.strip().startswith("object_type=")]
+    internal = ("object_type=", "reference_type=")
+    lines = [line for line in text.splitlines() if not line.strip().startswith(internal)]
     lines = [line for line in lines if "To append to your config" not in line]
     message = "\n".join(line.rstrip() for line in lines if line.strip())
     unknown = re.search(r"Could not override '([^']+)'", text)
     if unknown:
         near = difflib.get_close_matches(unknown[1], _known_keys(verb), n=3)
-        if near:
+        if "reference_type=Dict" in text:
+            message += f"\nto add an entry, put + in front: +{unknown[1]}=…"
+        elif near:
             message += f"\ndid you mean {', '.join(near)}?"
     return message
 

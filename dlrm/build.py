@@ -53,21 +53,26 @@ def build_embeddings(
     )
     if not for_training:
         optimizer = RowOptimizerConfig(name="sgd")
-    backend: Backend = "fbgemm" if config.train.backend == "fbgemm" else "auto"
+    # Scoring takes what it can get: the trained model doesn't depend on the kernel.
+    backend: Backend = "fbgemm" if config.train.backend == "fbgemm" and for_training else "auto"
     if config.train.backend == "torch" or config.train.precision == "fp64":
         backend = "torch"
     if config.train.backend == "fbgemm" and config.train.precision == "fp64":
         raise UserError("train.backend=fbgemm has no fp64; use train.backend=torch or auto")
-    return ShardedEmbeddings(
-        tables,
-        features,
-        optimizer,
-        dtype=PRECISION_DTYPES[config.train.precision],
-        seed=config.seed,
-        backend=backend,
-        accumulate=config.train.accumulate,
-        clip_norm=config.optim.clip_norm,
-    )
+    try:
+        return ShardedEmbeddings(
+            tables,
+            features,
+            optimizer,
+            dtype=PRECISION_DTYPES[config.train.precision],
+            seed=config.seed,
+            backend=backend,
+            accumulate=config.train.accumulate,
+            clip_norm=config.optim.clip_norm,
+        )
+    except ValueError as error:
+        # `embeddings` knows no UserError; what it refuses at construction is the user's to mend.
+        raise UserError(str(error)) from error
 
 
 def build_model(config: TrainRun, manifest: Manifest) -> DLRM:

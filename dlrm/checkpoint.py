@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from data.errors import UserError
-from data.files import file_sha256, write_whole
+from data.files import file_name, file_sha256, write_whole
 from embeddings.store import RowStore
 
 FORMAT_VERSION = 1
@@ -41,11 +41,13 @@ class CheckpointInfo:
 
     Attributes:
         folder: where it lies.
+        which: `best` or `latest`; the second also where the first was asked for but there is none.
         step: optimizer steps done.
         values: the content of checkpoint.json.
     """
 
     folder: Path
+    which: str
     step: int
     values: dict[str, Any]
 
@@ -99,23 +101,24 @@ class Checkpoints:
         """`best` or `latest`; `best` falls back to `latest` where no evaluation had an AUC.
 
         Raises:
-            UserError: where the run kept no model.
+            UserError: where the run kept no model, or its description is damaged or missing.
         """
         for name in dict.fromkeys((which, "latest")):
             pointer = self._root / name
             if pointer.is_file():
                 folder = self._root / pointer.read_text()
-                values = json.loads((folder / _INFO).read_text())
+                values = _read_info(folder / _INFO)
                 if values["format_version"] != FORMAT_VERSION:
                     raise UserError(f"{folder} is of format {values['format_version']}, not 1")
-                return CheckpointInfo(folder, values["step"], values)
+                return CheckpointInfo(folder, name, values["step"], values)
         raise UserError(f"{self._root} holds no model: the run ended before it kept one")
 
     def _remove_others(self) -> None:
         kept = {
             (self._root / n).read_text() for n in ("latest", "best") if (self._root / n).exists()
         }
-        for folder in self._root.glob("step-*"):
+        # `.partial-…`: what a killed run was writing.
+        for folder in [*self._root.glob("step-*"), *self._root.glob(".partial-*")]:
             if folder.name not in kept:
                 shutil.rmtree(folder)
 
@@ -132,7 +135,7 @@ def load_model(info: CheckpointInfo, model: nn.Module, store: RowStore) -> None:
         state = {name: torch.from_numpy(arrays[name]) for name in arrays.files}
     model.load_state_dict(state)
     for table in store.tables:
-        name = f"tables/{table.name}.weight.npy"
+        name = f"tables/{file_name(table.name)}.weight.npy"
         _check_digest(info, name)
         weights = np.load(info.folder / name, mmap_mode="r", allow_pickle=False)
         for start, stop in blocks(table.rows):
@@ -173,7 +176,7 @@ def _write_table(folder: Path, store: RowStore, table: str, rows: int) -> None:
             for name, tensor in store.read(table, start, stop).items():
                 array = tensor.numpy()
                 if name not in opened:
-                    opened[name] = open(folder / f"{table}.{name}.npy", "wb")  # noqa: SIM115
+                    opened[name] = open(folder / f"{file_name(table)}.{name}.npy", "wb")  # noqa: SIM115
                     header = np.lib.format.header_data_from_array_1_0(array)
                     header["shape"] = (rows, *array.shape[1:])
                     np.lib.format.write_array_header_1_0(opened[name], header)
@@ -185,7 +188,9 @@ def _write_table(folder: Path, store: RowStore, table: str, rows: int) -> None:
 
 def _save_npz(path: Path, arrays: dict[str, np.ndarray]) -> None:
     with open(path, "wb") as opened:
-        np.savez(opened, allow_pickle=False, **arrays)
+        # No `allow_pickle=False`: numpy 2.0 would store it as one more array.
+        assert not any(array.dtype.hasobject for array in arrays.values())
+        np.savez(opened, **arrays)  # type: ignore[arg-type]
 
 
 def _named_arrays(state: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
@@ -198,6 +203,14 @@ def _optimizer_arrays(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
         for key, value in optimizer.state.get(parameter, {}).items():
             arrays[f"{name}/{key}"] = torch.as_tensor(value).detach().cpu().numpy()
     return arrays
+
+
+def _read_info(path: Path) -> dict[str, Any]:
+    try:
+        values: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} is damaged or missing ({error})") from error
+    return values
 
 
 def _check_tables(info: CheckpointInfo, store: RowStore) -> None:

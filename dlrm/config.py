@@ -6,7 +6,8 @@ and nothing below `dlrm/__main__.py` knows of Hydra or OmegaConf.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
@@ -57,6 +58,8 @@ class DataConfig:
         ):
             if value < 1:
                 raise UserError(f"data.{key}={value}: must be at least 1")
+        for key in ("raw", "raw_train", "raw_valid", "raw_test"):
+            _check_file_names(f"data.{key}", getattr(self, key))
         given = [k for k in ("raw_train", "raw_valid", "raw_test") if getattr(self, k)]
         if self.raw and given:
             raise UserError(f"data.raw and data.{given[0]} are both set; use one way to name files")
@@ -152,6 +155,8 @@ class TrainRun:
     """Of initial weights, tables and the order of samples."""
 
     def __post_init__(self) -> None:
+        if self.seed < 0:
+            raise UserError(f"seed={self.seed}: must be at least 0")
         if self.train.accumulate > self.data.batch_size:
             raise UserError(
                 f"train.accumulate={self.train.accumulate} exceeds "
@@ -180,6 +185,7 @@ class ScoreDataConfig:
     def __post_init__(self) -> None:
         if self.batch_size < 1:
             raise UserError(f"data.batch_size={self.batch_size}: must be at least 1")
+        _check_file_names("data.raw", self.raw)
 
 
 @dataclass
@@ -225,6 +231,30 @@ def to_config(composed: DictConfig) -> Any:
     """The dataclass of a composed configuration, checked.
 
     Raises:
-        UserError: for values that can't go together, naming the key.
+        UserError: for values that can't go together or a key that nothing reads, naming the key.
     """
-    return OmegaConf.to_object(composed)
+    config = OmegaConf.to_object(composed)
+    for key in _unread_keys(config, ""):
+        raise UserError(f"{key}: there is no such key, and `+` can't add one")
+    return config
+
+
+def _unread_keys(config: Any, prefix: str) -> Iterator[str]:
+    """Keys that `+key=value` added: OmegaConf makes attributes of them that no class declares."""
+    if is_dataclass(config):
+        declared = {f.name for f in fields(config)}
+        for name, value in vars(config).items():
+            if name not in declared:
+                yield f"{prefix}{name}"
+            yield from _unread_keys(value, f"{prefix}{name}.")
+    elif isinstance(config, dict):
+        for name, value in config.items():
+            yield from _unread_keys(value, f"{prefix}{name}.")
+
+
+def _check_file_names(key: str, value: Any) -> None:
+    """Refuses what can't name raw files (these keys are text or a list of texts)."""
+    names = value if isinstance(value, list) else [value]
+    for name in names:
+        if name is not None and not isinstance(name, str):
+            raise UserError(f"{key}={value}: must be a file name, a glob or a list of these")

@@ -19,7 +19,7 @@ from dlrm.config import DataConfig
 
 
 def open_dataset(data: DataConfig, base: Path, listener: ProgressListener) -> PreparedDataset:
-    """The dataset that a configuration names; raw files are prepared (again only if they changed).
+    """The dataset that a configuration names; raw files are prepared where they are not yet.
 
     Args:
         data: the `data.*` keys.
@@ -42,7 +42,7 @@ def make_dataset(data: DataConfig, base: Path, listener: ProgressListener) -> Ma
     """
     root = dataset_root(data, base)
     if data.synthetic is not None:
-        return synthesise(data.synthetic, root, listener)
+        return synthesise(data.synthetic, root, listener, overwrite=data.overwrite)
     if data.raw or data.raw_train:
         return prepare(
             data.schema, _raw_inputs(data, base), root, listener, overwrite=data.overwrite

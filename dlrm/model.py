@@ -191,10 +191,10 @@ def bce_loss(
         A scalar in the (cast up) dtype of the logits; 0 for an empty batch.
 
     Raises:
-        ValueError: where `total_weight` is a number and not positive.
+        UserError: (a `ValueError`) where `total_weight` is a number and not positive.
     """
     if not isinstance(total_weight, Tensor) and not total_weight > 0:
-        raise ValueError(
+        raise UserError(
             f"the example weights of a global batch sum to {total_weight}, but must be above 0: "
             "look at the data's column of example weights"
         )

@@ -47,5 +47,7 @@ def run_prepare(config: PrepareRun, run_dir: Path, say: Callable[[str], None] = 
 
 def _remove_if_empty(folder: Path) -> None:
     """Hydra makes an output folder for each run; `prepare` writes nothing into it."""
-    if folder.is_dir() and not any(folder.iterdir()):
-        folder.rmdir()
+    for empty in (folder, folder.parent, folder.parent.parent):
+        if not empty.is_dir() or any(empty.iterdir()) or empty == Path.cwd():
+            return
+        empty.rmdir()

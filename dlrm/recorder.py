@@ -50,6 +50,7 @@ class Recorder:
         self.samples = 0
         self.loss_last: float | None = None
         self._losses: list[float] = []
+        self._last_step: dict[str, Any] = {}
         self._window_samples = 0
         self._window_start_s = dict(self.timer.total_s)
 
@@ -60,13 +61,14 @@ class Recorder:
         self.samples += num_samples
         self.loss_last = loss
         self._losses.append(loss)
+        self._last_step = {"step": step, "epoch": epoch, "lr_dense": lrs[0], "lr_sparse": lrs[1]}
         self._window_samples += num_samples
         self._display.advance(step)
         if len(self._losses) >= self._log_every:
-            self.flush(step, epoch, lrs)
+            self.flush()
 
-    def flush(self, step: int, epoch: int, lrs: tuple[float, float]) -> None:
-        """Writes the line of the steps since the last one."""
+    def flush(self) -> None:
+        """Writes the line of the steps since the last one; the rates are those of the last step."""
         count = len(self._losses)
         if count == 0:
             return
@@ -77,20 +79,20 @@ class Recorder:
             for name in PHASES
         }
         line = {
-            "step": step,
+            "step": self._last_step["step"],
             "samples": self.samples,
-            "epoch": epoch,
+            "epoch": self._last_step["epoch"],
             "loss": sum(self._losses) / count,
             "samples_per_s": round(self._window_samples / window_ms * 1e3, 1),
             "step_ms": round(window_ms / count, 3),
             "data_wait_ms": phase_ms["data_wait"],
-            "lr_dense": lrs[0],
-            "lr_sparse": lrs[1],
+            "lr_dense": self._last_step["lr_dense"],
+            "lr_sparse": self._last_step["lr_sparse"],
             "phase_ms": phase_ms,
         }
         self._write(line)
         for name in ("loss", "samples_per_s", "step_ms", "lr_dense", "lr_sparse"):
-            self._board.add_scalar(f"train/{name}", line[name], step)
+            self._board.add_scalar(f"train/{name}", line[name], line["step"])
         self._losses, self._window_samples = [], 0
         self._window_start_s = dict(now_s)
 
@@ -122,7 +124,8 @@ class Recorder:
         }
 
     def close(self) -> None:
-        """Flushes the TensorBoard events."""
+        """Writes what is left, of a failed run too, and flushes the TensorBoard events."""
+        self.flush()
         self._board.close()
 
     def _write(self, line: dict[str, Any]) -> None:

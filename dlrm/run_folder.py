@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ _FILES = (
     "metrics.jsonl",
     "evaluation.json",
     "result.json",
+    "report.html",
 )
 
 
@@ -43,6 +45,8 @@ class RunFolder:
             (path / name).unlink(missing_ok=True)
         for event_file in path.glob("tensorboard/events.out.tfevents.*"):
             event_file.unlink()
+        # A model of the earlier run would be taken for this run's, above all at the same step.
+        shutil.rmtree(path / "checkpoints", ignore_errors=True)
 
     def write_text(self, name: str, text: str) -> None:
         """Writes a text file."""

@@ -23,7 +23,7 @@ from dlrm.config import ScoreRun, TrainRun, to_config
 from dlrm.model import DLRM
 from dlrm.run_folder import RunFolder
 from dlrm.scoring import evaluate, score_batches
-from dlrm.train import describe_eval, versions, write_evaluation
+from dlrm.train import NO_BEST, describe_eval, versions, write_evaluation
 from embeddings.sharded import ShardedEmbeddings
 
 
@@ -44,6 +44,7 @@ class TrainedModel:
         if not stored.is_file():
             raise UserError(f"run={config.run}: no run folder (no config.yaml in {self.run_path})")
         self.config = _stored_config(stored)
+        self._wanted = config.model
         self.info = Checkpoints(self.run_path).find(config.model)
         self.dataset = PreparedDataset(self._dataset_root(config))
         set_threads(config.launch)
@@ -52,6 +53,11 @@ class TrainedModel:
         )
         self.model: DLRM = build_model(self.config, self.dataset.manifest)
         load_model(self.info, self.model, self.embeddings.store)
+
+    @property
+    def has_no_best(self) -> bool:
+        """Whether the best model was asked for and the latest had to do."""
+        return self.info.which != self._wanted
 
     def _dataset_root(self, config: ScoreRun) -> Path:
         result = OmegaConf.to_container(OmegaConf.load(self.run_path / "dataset.json"))
@@ -72,6 +78,8 @@ def run_evaluate(
     """Prints and writes the metrics of a trained model."""
     folder = RunFolder(run_dir)
     trained = TrainedModel(config)
+    if trained.has_no_best:
+        say(NO_BEST)
     precision = trained.config.train.precision
     if config.data.raw is None:
         trained.dataset.check(config.part)
@@ -87,7 +95,7 @@ def run_evaluate(
     values = {
         "status": "completed",
         "run": str(trained.run_path),
-        "model": config.model,
+        "model": trained.info.which,
         "step": trained.info.step,
         "split": part,
         "versions": versions(),
@@ -102,6 +110,8 @@ def run_predict(config: ScoreRun, run_dir: Path, say: Callable[[str], None] = pr
     """Writes `row`, `probability`, `logit` and, where there are labels, `label`, in row order."""
     folder = RunFolder(run_dir)
     trained = TrainedModel(config)
+    if trained.has_no_best:
+        say(NO_BEST)
     out = folder.path / "predictions.parquet"
     if config.out is not None:
         out = Path.cwd() / Path(config.out).expanduser()
@@ -120,7 +130,7 @@ def run_predict(config: ScoreRun, run_dir: Path, say: Callable[[str], None] = pr
     values = {
         "status": "completed",
         "run": str(trained.run_path),
-        "model": config.model,
+        "model": trained.info.which,
         "step": trained.info.step,
         "versions": versions(),
         "predictions": {"file": str(out), "rows": num_rows},

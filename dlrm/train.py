@@ -22,6 +22,10 @@ from dlrm.run_folder import RunFolder
 from dlrm.scoring import teacher_result
 from dlrm.trainer import Trainer, eval_figures
 
+NO_BEST = (
+    "note    no evaluation on a valid part had an AUC, so no model is the best: this is the latest"
+)
+
 
 def run_train(
     config: TrainRun, config_yaml: str, run_dir: Path, say: Callable[[str], None] = print
@@ -130,18 +134,20 @@ def _test_best(
     tested: EvalResult | None = None
     teacher: EvalResult | None = None
     if dataset.num_rows(part):
-        step = trainer.load_best()
+        kept = trainer.load_best()
         metrics = trainer.evaluate(part)
         tested, teacher = metrics.result(), teacher_result(dataset, part)
         folder.append_metrics(
             {
-                "step": step,
+                "step": kept.step,
                 "samples": trainer.recorder.samples,
-                "eval": {"split": part, "model": "best", **tested.as_dict()},
+                "eval": {"split": part, "model": kept.which, **tested.as_dict()},
             }
         )
         write_evaluation(folder, part, metrics, trainer.recorder.history)
-        say(f"{part:<7} {describe_eval(tested)}  (model of step {step:,})")
+        if kept.which != "best":
+            say(NO_BEST)
+        say(f"{part:<7} {describe_eval(tested)}  (model of step {kept.step:,})")
         if teacher is not None:
             say(f"teacher {describe_eval(teacher)}  (the best anyone can reach on these rows)")
     else:

@@ -15,7 +15,7 @@ from data.batch import Batch
 from data.loader import Prefetcher
 from data.parquet import Order, PreparedDataset
 from dlrm.build import build_embeddings, build_model, set_threads
-from dlrm.checkpoint import Checkpoints, blocks, load_model, model_digest
+from dlrm.checkpoint import CheckpointInfo, Checkpoints, blocks, load_model, model_digest
 from dlrm.config import TrainRun
 from dlrm.display import TrainDisplay
 from dlrm.metrics import BestTracker, BinaryMetrics, EvalResult
@@ -28,7 +28,7 @@ from embeddings.sharded import KVGradients, sum_kv
 
 
 class NonFiniteError(RuntimeError):
-    """A loss or gradient isn't finite; nothing of that step was applied."""
+    """A loss, gradient norm or weight isn't finite; no such model is kept."""
 
 
 class Trainer:
@@ -63,7 +63,7 @@ class Trainer:
         self.checkpoints = Checkpoints(folder.path)
         self.best = BestTracker()
         self.steps_done = 0
-        self._saved_step = -1
+        self._saved_step = self._evaluated_step = -1
         self._display = TrainDisplay(self.total_steps)
         self.recorder = Recorder(folder, self._display, config.train.log_every)
         self._timer = self.recorder.timer
@@ -82,9 +82,7 @@ class Trainer:
                     self._fit_epoch(epoch)
                     if self.steps_done >= self.total_steps:
                         break
-                self.recorder.flush(self.steps_done, epoch, self._learning_rates())
-                if self._saved_step != self.steps_done:
-                    self._evaluate_and_save()
+                self._evaluate_and_save()
             except NonFiniteError:
                 if self._is_finite():
                     self._save(is_best=False)
@@ -115,6 +113,7 @@ class Trainer:
                 if train.eval_every and self.steps_done % train.eval_every == 0:
                     self._evaluate_and_save()
                 elif train.checkpoint_every and self.steps_done % train.checkpoint_every == 0:
+                    self._check_finite()
                     self._save(is_best=False)
         if not train.eval_every:
             self._evaluate_and_save()
@@ -195,7 +194,7 @@ class Trainer:
     # evaluation and keeping
 
     def eval_part(self) -> str:
-        """The part that chooses the best model: valid, or test where there is no valid part."""
+        """The part that is evaluated in training: valid, or test where there is no valid part."""
         return "valid" if self.dataset.num_rows("valid") else "test"
 
     def evaluate(self, part: str) -> BinaryMetrics:
@@ -204,15 +203,19 @@ class Trainer:
         return evaluate(self.model, self.embeddings, batches, self.config.train.precision)
 
     def _evaluate_and_save(self) -> None:
-        if self._saved_step == self.steps_done:
+        if self._evaluated_step == self.steps_done:
             return
+        self._evaluated_step = self.steps_done
+        self.recorder.flush()
+        self._check_finite()
         part = self.eval_part()
         is_best = False
         if self.dataset.num_rows(part):
             self._display.status("evaluate")
             result = self.evaluate(part).result()
             self.recorder.evaluation(self.steps_done, part, result)
-            is_best = self.best.update(result)
+            # The test part chooses nothing: its figures would then flatter the chosen model.
+            is_best = part == "valid" and self.best.update(result)
             self._display.status()
         self._save(is_best=is_best)
 
@@ -226,12 +229,12 @@ class Trainer:
         )
         self._saved_step = self.steps_done
 
-    def load_best(self) -> int:
-        """Puts the best model in place of the last; returns its step."""
+    def load_best(self) -> CheckpointInfo:
+        """Puts the best model (the latest, where there is no best) in place of the last."""
         info = self.checkpoints.find("best")
         if info.step != self.steps_done:
             load_model(info, self.model, self.embeddings.store)
-        return info.step
+        return info
 
     def digest(self) -> str:
         """`model_digest` of the model as it is now."""
@@ -270,8 +273,22 @@ class Trainer:
         for name, parameter in self.model.named_parameters():
             if not torch.isfinite(parameter).all():
                 return f"{head}dense weight {name} isn't finite; lower optim.dense.lr"
-        sample = int(torch.nonzero(~torch.isfinite(logits_B.detach()))[:1].sum())
+        # Finite logits can overflow the sum: then the largest is to blame.
+        logits_B = logits_B.detach()
+        sample = int(torch.nan_to_num(logits_B.abs(), nan=math.inf).argmax())
         return f"{head}logits_B is {float(logits_B[sample])} in row {int(micro.row_B[sample]):,}"
+
+    def _check_finite(self) -> None:
+        """Refuses to evaluate or keep a model that the last step broke (a loss would tell later).
+
+        Raises:
+            NonFiniteError: naming the step.
+        """
+        if not self._is_finite():
+            raise NonFiniteError(
+                f"step {self.steps_done}: a weight or its optimizer state isn't finite after the "
+                "update; lower optim.dense.lr and optim.sparse.lr, or raise optim.eps if it is 0"
+            )
 
     def _is_finite(self) -> bool:
         if not all(bool(torch.isfinite(p).all()) for p in self.model.parameters()):
@@ -287,7 +304,9 @@ class Trainer:
 
 def _total_weight(batch: Batch) -> float:
     """Sum of the example weights of the global batch."""
-    return float(batch.weight_B.sum()) if batch.weight_B is not None else float(batch.batch_size)
+    if batch.weight_B is None:
+        return float(batch.batch_size)
+    return float(batch.weight_B.sum(dtype=torch.float64))
 
 
 def eval_figures(result: EvalResult | None) -> dict[str, Any]:

@@ -147,7 +147,7 @@ def test_a_slice_of_blank_lines_only(
 
 @given(
     st.lists(st.sampled_from(["row", "blank"]), max_size=25),
-    st.integers(1, 400),
+    st.integers(12, 400),
     st.booleans(),
     st.booleans(),
 )
@@ -320,9 +320,7 @@ def test_an_unlabelled_file_is_told_apart_and_read_right(
 ) -> None:
     """An empty or all-digit first category once let the shifted row pass without an error."""
     schema = criteo_schema()
-    unlabelled = [
-        replaced(line.split(b"\t", 1)[1], 13, first.encode()) for line in criteo_lines(5)
-    ]
+    unlabelled = [replaced(line.split(b"\t", 1)[1], 13, first.encode()) for line in criteo_lines(5)]
     path = write(b"".join(unlabelled))
     assert has_labels(path, schema) is False
     blocks = read(path, schema, labelled=False)
@@ -366,10 +364,12 @@ def test_has_labels_by_the_name_in_the_header(write: Any) -> None:
     assert has_labels(write(b'"age","job"\n1,x\n'), schema) is False
 
 
-def test_has_labels_of_damaged_files(criteo_lines: Lines, criteo_schema: Schemas, write: Any) -> None:
+def test_has_labels_of_damaged_files(
+    criteo_lines: Lines, criteo_schema: Schemas, write: Any
+) -> None:
     packed = gzip.compress(b"".join(criteo_lines(50)))
     with pytest.raises(RawDataError, match="cut short"):
-        has_labels(write(packed[:-200], "raw.tsv.gz"), criteo_schema())
+        has_labels(write(packed[:12], "raw.tsv.gz"), criteo_schema())
     parquet = Schema(format=RawFormat(kind="parquet"), sparse={"a": SparseColumn()})
     with pytest.raises(RawDataError, match="not a readable parquet file"):
         has_labels(write(b"PAR1 and no more", "raw.parquet"), parquet)
@@ -451,10 +451,12 @@ def test_the_plain_reading_agrees_with_the_fast_one(tmp_path: Path, fields: list
     )
     path = tmp_path / "raw.csv"
     path.write_text("".join(f"1,{f},{f},{f}\n1,{f},,\n1,,{f},\n1,,,{f}\n" for f in fields))
+    line: int | None = 0
     try:
         read(path, schema)
     except RawDataError as error:
-        assert error.line is not None, str(error)
+        line = error.line
+    assert line is not None, "refused, but no line was named"
 
 
 # ---- bags
@@ -680,7 +682,7 @@ def test_a_damaged_parquet_file_is_named(write_parquet: Callable[..., Path]) -> 
     content = path.read_bytes()
     for damaged in (content[:-200], content[:100] + b"\xff" * 5000 + content[5100:], b""):
         path.write_bytes(damaged)
-        with pytest.raises(RawDataError, match="raw.parquet"):
+        with pytest.raises(RawDataError, match=r"raw\.parquet"):
             read(path, parquet_schema())
 
 
@@ -716,7 +718,7 @@ def test_no_such_file(spec: str | list[str], tmp_path: Path) -> None:
 
 def test_a_file_named_twice(tmp_path: Path) -> None:
     (tmp_path / "a.tsv").touch()
-    with pytest.raises(UserError, match="named twice: .*a.tsv"):
+    with pytest.raises(UserError, match=r"named twice: .*a\.tsv"):
         expand_inputs(["a.tsv", "*.tsv"], tmp_path, "data.raw")
 
 
@@ -728,9 +730,7 @@ def real_lines(path: Path) -> Iterator[bytes]:
         yield from opened
 
 
-@pytest.mark.parametrize(
-    "name", ["criteo_kaggle_8k/train.tsv", "criteo_1tb_1k/day_0_head1000.tsv"]
-)
+@pytest.mark.parametrize("name", ["criteo_kaggle_8k/train.tsv", "criteo_1tb_1k/day_0_head1000.tsv"])
 def test_real_criteo_rows_equal_a_plain_reading(
     name: str, shared_data: Path, criteo_schema: Schemas, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -143,9 +143,7 @@ def test_a_value_that_is_wrong_on_its_own_is_refused_at_once(build: Any, named: 
 
 
 def test_a_usable_schema_passes() -> None:
-    check_schema(
-        schema_of({"a": SparseColumn(separator="|", bag_weights="b")}, example_weight="w")
-    )
+    check_schema(schema_of({"a": SparseColumn(separator="|", bag_weights="b")}, example_weight="w"))
     check_schema(schema_of({}))
     check_schema(schema_of(dense={}))
 
