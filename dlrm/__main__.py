@@ -33,7 +33,7 @@ dlrm train experiment=adult hydra.run.dir=outputs/adult
 dlrm train -m seed=0,1,2                                  # one run for each value""",
     "evaluate": """\
 dlrm evaluate run=outputs/train/20260101-120000-000000
-dlrm evaluate run=outputs/adult model=latest part=valid
+dlrm evaluate run=outputs/adult checkpoint=latest part=valid
 dlrm evaluate run=outputs/adult data.raw=more.csv         # raw rows, the run's own vocabulary""",
     "predict": """\
 dlrm predict run=outputs/adult data.raw=new.csv out=predictions.parquet""",

@@ -194,8 +194,8 @@ class ScoreRun:
 
     run: str | None = None
     """Folder of the training run."""
-    model: str = "best"
-    """`best` or `latest`."""
+    checkpoint: str = "best"
+    """Which of the run's models: `best` or `latest`."""
     part: str = "test"
     """Part of the prepared dataset: `train`, `valid` or `test`; no meaning with `data.raw`."""
     out: str | None = None
@@ -206,8 +206,8 @@ class ScoreRun:
     def __post_init__(self) -> None:
         if self.run is None:
             raise UserError("run= is missing: name the folder of a training run, run=outputs/…")
-        if self.model not in ("best", "latest"):
-            raise UserError(f"model={self.model}: must be best or latest")
+        if self.checkpoint not in ("best", "latest"):
+            raise UserError(f"checkpoint={self.checkpoint}: must be best or latest")
         if self.part not in ("train", "valid", "test"):
             raise UserError(f"part={self.part}: must be train, valid or test")
 

@@ -44,8 +44,8 @@ class TrainedModel:
         if not stored.is_file():
             raise UserError(f"run={config.run}: no run folder (no config.yaml in {self.run_path})")
         self.config = _stored_config(stored)
-        self._wanted = config.model
-        self.info = Checkpoints(self.run_path).find(config.model)
+        self._wanted = config.checkpoint
+        self.info = Checkpoints(self.run_path).find(config.checkpoint)
         self.dataset = PreparedDataset(self._dataset_root(config))
         set_threads(config.launch)
         self.embeddings: ShardedEmbeddings = build_embeddings(

@@ -223,7 +223,7 @@ def test_a_damaged_file_is_named(
     assert "Traceback" not in err
     assert not (out / "result.json").exists()
     # The other model is whole.
-    more = ["model=latest", f"hydra.run.dir={copied.parent / 'latest'}"]
+    more = ["checkpoint=latest", f"hydra.run.dir={copied.parent / 'latest'}"]
     assert dlrm("evaluate", f"run={copied}", *more) == 0
 
 

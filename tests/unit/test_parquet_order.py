@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from data import lanes, parquet
@@ -27,6 +27,8 @@ from data.parquet import Order, PreparedDataset
 from data.prepare import RawInputs, prepare
 from data.schema import DenseColumn, RawFormat, Schema, SparseColumn, Split
 
+# Each example writes or reads files: shrinking a failure would take minutes.
+NO_SHRINKING = (Phase.explicit, Phase.reuse, Phase.generate)
 GROUP_ROWS = 4
 SIZES = (1, 63, 64, 65, 250, 600)
 WORLD_SIZES = (1, 2, 3, 64)
@@ -146,7 +148,7 @@ def samples_of(batch: Batch) -> list[Sample]:
     seed=st.integers(0, 2**40),
     epoch=st.integers(0, 5),
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25, deadline=None, phases=NO_SHRINKING)
 def test_every_row_once_and_the_same_batches_for_every_number_of_ranks(
     datasets: dict[int, PreparedDataset],
     size: int,

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from data import prepare as prepare_module
@@ -29,6 +29,9 @@ from data.raw_batches import load_row_mapper, raw_batches
 from data.schema import DenseColumn, RawFormat, Schema, SparseColumn, Split
 from data.split import PARTS, TEST, TRAIN, VALID, SplitRule
 from data.tokens import key_of_text
+
+# Each example writes or reads files: shrinking a failure would take minutes.
+NO_SHRINKING = (Phase.explicit, Phase.reuse, Phase.generate)
 
 Lines = Callable[..., list[bytes]]
 Schemas = Callable[..., Schema]
@@ -85,7 +88,7 @@ ROW = st.tuples(st.none() | TOKEN, st.lists(TOKEN, max_size=3), st.none() | TOKE
     cut=st.integers(0, 40),
     slice_bytes=st.sampled_from([8 << 20, 30]),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40, deadline=None, phases=NO_SHRINKING)
 def test_ids_equal_a_plain_recount(
     read_part: ReadPart,
     rows: list[tuple[str | None, list[str], str | None]],

@@ -271,7 +271,7 @@ def test_bf16_trains_and_keeps_fp32_weights(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     without_plots(monkeypatch)
-    shared = [*tiny(tmp_path_factory), "train.epochs=2", "train.log_every=4"]
+    shared = [*tiny(tmp_path_factory), "train.epochs=2", "train.log_every=4", "optim.dense.lr=0.02"]
     losses = {}
     for precision in ("fp32", "bf16"):
         run_dir = tmp_path / precision
@@ -299,7 +299,7 @@ def test_schedule_is_that_of_the_steps_in_the_log(
     for log_every in (1, 5):
         run_dir = tmp_path / str(log_every)
         more = [f"train.log_every={log_every}", f"hydra.run.dir={run_dir}"]
-        assert dlrm("train", *shared, *more, "optim.dense.lr=0.03") == 0
+        assert dlrm("train", *shared, *more, "optim.dense.lr=0.03", "optim.sparse.lr=0.02") == 0
         # A line of several steps, the shorter last one too, has the rates of its last step.
         for line in train_lines(run_dir):
             factor = expected[line["step"] - 1]
