@@ -60,7 +60,7 @@ class KeyCounter:
         self._num_files = 0
 
     def add(self, keys: np.ndarray, counts: np.ndarray, tokens: pa.Array | None = None) -> None:
-        """Adds `counts` of sorted unique `keys`; keys with count 0 are left out."""
+        """Adds `counts` of `keys`, in any order; keys with count 0 are left out."""
         is_counted = counts > 0
         if not is_counted.all():
             keys, counts = keys[is_counted], counts[is_counted]
@@ -109,9 +109,6 @@ class KeyCounter:
 
 
 def _sum_runs(runs: list[Run]) -> Run:
-    if len(runs) == 1:
-        only = runs[0]
-        return Run(np.array(only.keys), np.array(only.counts), only.tokens)
     keys = np.concatenate([run.keys for run in runs])
     counts = np.concatenate([run.counts for run in runs])
     order = np.argsort(keys, kind="stable")

@@ -3,10 +3,50 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 import urllib.parse
 from pathlib import Path
 from typing import Any
+
+
+class WholeFile(io.RawIOBase):
+    """A file to write to that appears under its name only when it is closed without an error.
+
+    Attributes:
+        num_bytes: written so far.
+        sha256: hex digest of what was written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._temporary = path.with_name(path.name + ".partial")
+        self._file = open(self._temporary, "wb")  # noqa: SIM115
+        self._digest = hashlib.sha256()
+        self.num_bytes = 0
+
+    @property
+    def sha256(self) -> str:
+        return self._digest.hexdigest()
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        """Appends `data`."""
+        self._digest.update(data)
+        count = self._file.write(data)
+        self.num_bytes += count
+        return count
+
+    def __exit__(self, error: Any, *_: Any) -> None:
+        self._file.flush()
+        if error is None:
+            os.fsync(self._file.fileno())
+        self._file.close()
+        if error is None:
+            os.replace(self._temporary, self._path)
+        super().close()
 
 
 def write_whole(path: Path, payload: Any) -> None:

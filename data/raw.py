@@ -169,50 +169,21 @@ class RawReader:
     # csv
 
     def _csv_slices(self, path: Path, hasher: Any) -> Iterator[RawSlice]:
-        name, line, rest = str(path), 1, b""
+        name, line = str(path), 1
         columns = self._headless_columns()
         with open(path, "rb", buffering=0) as opened:
             counted = _CountingReader(opened, hasher)
-            stream: Any = counted
-            if path.suffix == ".gz":
-                stream = gzip.GzipFile(fileobj=io.BufferedReader(counted, 1 << 20))
             is_first = True
-            while True:
-                try:
-                    chunk = stream.read(SLICE_BYTES)
-                except _DAMAGED_ARCHIVE as error:
-                    raise _bad_archive(path, error) from None
-                if is_first and chunk.startswith(b"\xef\xbb\xbf"):
-                    chunk = chunk[3:]
-                data = rest + chunk if rest else chunk
-                if not chunk:
-                    if path.suffix == ".gz" and path.stat().st_size == 0:
-                        raise _bad_archive(path, "it is empty")
-                    if is_first and self.schema.format.header and data:
-                        # A header without a line end, and nothing else.
-                        self._check_header(name, data)
-                    elif data:
-                        num_lines = _count_line_ends(data) + 1
-                        yield RawSlice(name, data, line, num_lines, columns, counted.take())
-                    return
-                end = data.rfind(b"\n") + 1
-                if end == 0:
-                    if len(data) > 4 * SLICE_BYTES:
-                        limit = 4 * SLICE_BYTES >> 20
-                        raise RawDataError(
-                            name, line, f"no line end within {limit} MiB: not a text file?"
-                        )
-                    rest = data
-                    continue
-                whole, rest = data[:end], data[end:]
-                if is_first and self.schema.format.header:
-                    header_end = whole.find(b"\n") + 1
-                    columns = self._check_header(name, whole[:header_end])
-                    whole, line = whole[header_end:], 2
-                is_first = False
-                if whole:
-                    num_lines = _count_line_ends(whole)
-                    yield RawSlice(name, whole, line, num_lines, columns, counted.take())
+            for piece in _whole_lines(path, counted):
+                if is_first:
+                    is_first = False
+                    piece = piece.removeprefix(b"\xef\xbb\xbf")
+                    if self.schema.format.header:
+                        header, _, piece = piece.partition(b"\n")
+                        columns, line = self._check_header(name, header), 2
+                if piece:
+                    num_lines = _count_line_ends(piece) + (not piece.endswith(b"\n"))
+                    yield RawSlice(name, piece, line, num_lines, columns, counted.take())
                     line += num_lines
 
     def _headless_columns(self) -> list[str]:
@@ -388,16 +359,49 @@ class _CountingReader(io.RawIOBase):
         return count
 
     def read(self, size: int = -1) -> bytes:
-        buffer = bytearray(size)
-        filled = 0
-        while filled < size and (count := self.readinto(memoryview(buffer)[filled:])):
-            filled += count
-        return bytes(buffer) if filled == size else bytes(memoryview(buffer)[:filled])
+        piece = self._source.read(size) or b""
+        if self._hasher is not None:
+            self._hasher.update(piece)
+        self._pending += len(piece)
+        return piece
 
     def take(self) -> int:
         """Bytes read since the last call."""
         count, self._pending = self._pending, 0
         return count
+
+
+def _whole_lines(path: Path, counted: _CountingReader) -> Iterator[bytes]:
+    """The file's text in pieces of about `SLICE_BYTES` that end where a line does.
+
+    Raises:
+        RawDataError: for a damaged archive, or where there is no line end.
+    """
+    is_archive = path.suffix == ".gz"
+    if is_archive and path.stat().st_size == 0:
+        raise _bad_archive(path, "it is empty")
+    stream: Any = counted
+    if is_archive:
+        stream = gzip.GzipFile(fileobj=io.BufferedReader(counted, 1 << 20))
+    rest = b""
+    while True:
+        try:
+            chunk = stream.read(SLICE_BYTES)
+        except _DAMAGED_ARCHIVE as error:
+            raise _bad_archive(path, error) from None
+        if not chunk:
+            break
+        end = chunk.rfind(b"\n") + 1
+        if end:
+            yield b"".join((rest, memoryview(chunk)[:end]))
+            rest = chunk[end:]
+            continue
+        rest += chunk
+        if len(rest) > 4 * SLICE_BYTES:
+            limit = 4 * SLICE_BYTES >> 20
+            raise RawDataError(str(path), None, f"no line end within {limit} MiB: not a text file?")
+    if rest:
+        yield rest
 
 
 def _bad_archive(path: Path, error: object) -> RawDataError:

@@ -72,8 +72,8 @@ class MappedIds:
         num_ids: ids before any was dropped.
         num_unknown: ids that went to the unknown row (or last row), or were dropped.
         num_missing: missing values that went to the missing row.
-        used_rows: int64, sorted, unique: the rows that occur in `ids`.
-        used_counts: int64, how often each does.
+        used_rows: int64 rows that occur in `ids`, in any order, possibly several times.
+        used_counts: int64, how often each does; the counts of equal rows add up.
     """
 
     ids: np.ndarray
@@ -149,25 +149,23 @@ class Vocabulary:
         ids = np.append(rows, self.missing_row)[codes]
         num_missing = int(counts[0]) if self.missing_row >= 0 else 0
         num_unknown = int(counts[1:][is_replaced].sum())
-        used_rows, used_counts = _sum_by_row(np.append(self.missing_row, rows), counts)
-        if lengths is not None and used_rows[:1].tolist() == [-1]:
-            used_rows, used_counts = used_rows[1:], used_counts[1:]
+        used_rows = np.append(self.missing_row, rows)
+        is_used = (counts > 0) & (used_rows >= 0)
+        if lengths is not None and counts[used_rows < 0].any():
             is_kept = ids >= 0
             bags = np.repeat(np.arange(len(lengths)), lengths)
             lengths = np.bincount(bags[is_kept], minlength=len(lengths)).astype(np.int32)
             ids, weights = ids[is_kept], None if weights is None else weights[is_kept]
         return MappedIds(
-            ids, lengths, weights, len(codes), num_unknown, num_missing, used_rows, used_counts
+            ids=ids,
+            lengths=lengths,
+            weights=weights,
+            num_ids=len(codes),
+            num_unknown=num_unknown,
+            num_missing=num_missing,
+            used_rows=used_rows[is_used],
+            used_counts=counts[is_used],
         )
-
-
-def _sum_by_row(rows: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Sorted unique rows that have a count, and their total counts."""
-    rows, counts = rows[counts > 0], counts[counts > 0]
-    order = np.argsort(rows, kind="stable")
-    rows, counts = rows[order], counts[order]
-    starts = np.flatnonzero(np.append(True, rows[1:] != rows[:-1])) if len(rows) else rows
-    return rows[starts], np.add.reduceat(counts, starts) if len(rows) else counts
 
 
 def missing_row(feature: Feature) -> int:

@@ -35,7 +35,7 @@ class PartBlock:
         table: the rows (see `Rows.to_table`).
         num_positive: rows with label 1.
         id_tallies: by feature: ids, unknown, missing.
-        used_ids: by feature: sorted unique ids and how often each occurs.
+        used_ids: by feature: ids and how often each occurs (see `MappedIds.used_rows`).
     """
 
     table: pa.Table

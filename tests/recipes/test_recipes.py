@@ -1,4 +1,4 @@
-"""Every experiment runs some steps on its real data; the other datasets on what there is of them."""
+"""Every experiment runs some steps on its real data, and so do small files of other formats."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_experiments_without_their_data_say_which_file(
 
 
 def test_criteo_1tb_prepares_its_first_rows(shared_data: Path, tmp_path: Path) -> None:
-    """Two files of days, the last held out, as the recipe's split says; day 0's rows serve twice."""
+    """Files of days, the last held out, as the recipe's split says; day 0's rows serve twice."""
     (raw,) = (shared_data / "criteo_1tb_1k").glob("*.tsv")
     for day in (0, 1):
         (tmp_path / f"day_{day}").write_bytes(raw.read_bytes())
@@ -85,7 +85,8 @@ def test_criteo_1tb_prepares_its_first_rows(shared_data: Path, tmp_path: Path) -
 def test_criteo_sample_of_another_project(shared_data: Path, tmp_path: Path) -> None:
     """DeepCTR's sample: comma, header, floats for counts; only the format is told."""
     raw = shared_data / "criteo_deepctr_200" / "criteo_sample.txt"
-    form = ["data.schema.format.header=true", "data.schema.format.delimiter=','"]
+    form = ["header=true", "delimiter=','", "columns=[]"]
+    form = [f"data.schema.format.{option}" for option in form]
     files = ["data=criteo_kaggle", f"data.raw={raw}", "data.root=d", *form]
     share = ["data.schema.split.valid=0.1", "data.schema.split.test=0.2"]
     assert dlrm("train", *files, *share, *TINY_MODEL, "hydra.run.dir=run") == 0

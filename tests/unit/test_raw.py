@@ -411,6 +411,29 @@ def test_bad_example_weights(weight: str, write: Any) -> None:
     assert "column w" in str(error.value)
 
 
+def test_a_byte_order_mark_before_a_header(write: Any) -> None:
+    content = b"\xef\xbb\xbfjob,w,y,age\nx,1,yes,3\n"
+    schema = quoted_schema()
+    assert has_labels(write(content.replace(b"job,w,y", b"y,w,job")), schema) is True
+    (block,) = read(write(content), schema)
+    assert keys_of([block], "job") == [key_of_text("x", "text")]
+
+
+def test_other_texts_for_missing(write: Any) -> None:
+    """They replace the empty text, which is then a token like any other."""
+    schema = Schema(
+        format=RawFormat(columns=["label", "x", "a", "n"], missing=["NA", "-"]),
+        dense={"x": DenseColumn("identity")},
+        sparse={"a": SparseColumn(), "n": SparseColumn(token="int")},
+    )
+    (block,) = read(write(b"1\tNA\t-\tNA\n0\t3\t\t4\n"), schema)
+    assert np.isnan(block.dense["x"]).tolist() == [True, False]
+    assert keys_of([block], "a") == [None, key_of_text("", "text")]
+    assert keys_of([block], "n") == [None, 4]
+    with pytest.raises(RawDataError, match="column x: '' is no number"):
+        read(write(b"1\tNA\t-\tNA\n0\t\t-\t4\n"), schema)
+
+
 def test_trimmed_fields_and_question_marks_for_missing(write: Any) -> None:
     schema = Schema(
         format=RawFormat(delimiter=",", header=True, trim=True, missing=["", "?"]),
