@@ -253,7 +253,7 @@ def check_schema(schema: Schema) -> None:
         UserError: see `resolve_features`; and for columns that are named twice or not at all.
     """
     features = resolve_features(schema)
-    _check_names(schema, features)
+    _check_names(schema)
     if not features and not schema.dense:
         raise UserError("data.schema has neither dense nor sparse columns")
     used = used_columns(schema, with_label=True)
@@ -342,15 +342,7 @@ def _check_choice(key: str, value: str, allowed: tuple[str, ...]) -> None:
         raise UserError(f"{key}={value}: must be one of {', '.join(allowed)}")
 
 
-def _check_names(schema: Schema, features: tuple[Feature, ...]) -> None:
-    for feature in features:
-        for key, name in (("", feature.name), (".table", feature.table)):
-            # Vocabularies and id counts are files under these names.
-            if "/" in name or "\0" in name or name.startswith("."):
-                raise UserError(
-                    f"data.schema.sparse.{feature.name}{key}: the name {name!r} can't be a file's "
-                    "name (no '/', no '.' in front); rename the column"
-                )
+def _check_names(schema: Schema) -> None:
     for name in [*schema.dense, *schema.sparse]:
         if name.startswith("__") or name.endswith("__weights"):
             raise UserError(

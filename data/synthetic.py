@@ -50,6 +50,7 @@ from data.work_folder import locked
 from data.write_pass import PartTally, write_all_id_counts
 
 TEACHER_COLUMN = "teacher_logit"
+GENERATOR_VERSION = 2  # Raised whenever equal settings come to mean other rows.
 CHUNK_ROWS = 65_536
 
 # Distinct values of Criteo Kaggle's C1 … C26 in the full train.txt, missing counted as one.
@@ -109,7 +110,7 @@ class SyntheticConfig:
         """What the data depend on, for the manifest."""
         values = dataclasses.asdict(self)
         del values["raw_out"]
-        return values
+        return {**values, "generator": GENERATOR_VERSION}
 
     def digest(self) -> str:
         """Short name of the dataset that these settings give."""

@@ -33,4 +33,6 @@ def locked(root: Path) -> Iterator[Path]:
             if (root / "manifest.json").exists():
                 shutil.rmtree(work)  # A finished dataset was refused: there is nothing to take up.
             raise
-    shutil.rmtree(work)
+        # Under the lock, so that nobody's new work goes; a process that waited at the lock of a
+        # folder that is gone finds a finished dataset and has nothing to remove.
+        shutil.rmtree(work, ignore_errors=True)

@@ -48,6 +48,9 @@ _NUMBER_OR_BOOL = re.compile(
 
 def main() -> None:
     """Runs the command and exits."""
+    # Read once, when torch loads. Threads that spin at OpenMP's barriers make steps many times
+    # slower as soon as another thread (the loader's, another program's) needs the core.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     sys.exit(run(sys.argv[1:]))
 
 
@@ -139,6 +142,7 @@ def _compose_and_run(verb: str, arguments: list[str]) -> list[Exception]:
         from omegaconf import OmegaConf
 
         from dlrm.config import to_config
+        from dlrm.run_folder import remove_if_empty
 
         # Kept and reported at the end: of a sweep, the other jobs run all the same.
         try:
@@ -148,6 +152,7 @@ def _compose_and_run(verb: str, arguments: list[str]) -> list[Exception]:
             _dispatch(verb, config, text, run_dir)
         except Exception as error:
             failures.append(error)
+            remove_if_empty(Path(HydraConfig.get().runtime.output_dir))
 
     saved, sys.argv = sys.argv, [f"dlrm {verb}", *(_keep_text(verb, a) for a in arguments)]
     try:
@@ -227,6 +232,8 @@ def _explain_override(verb: str, error: Exception) -> str:
     internal = ("object_type=", "reference_type=")
     lines = [line for line in text.splitlines() if not line.strip().startswith(internal)]
     lines = [line for line in lines if "To append to your config" not in line]
+    if "Config search path:" in lines:
+        lines = lines[: lines.index("Config search path:")]
     message = "\n".join(line.rstrip() for line in lines if line.strip())
     unknown = re.search(r"Could not override '([^']+)'", text)
     if unknown:

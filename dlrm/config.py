@@ -78,7 +78,9 @@ class TrainConfig:
     max_steps: int | None = None
     """Stop after that many optimizer steps; null: after the epochs."""
     eval_every: int | None = None
-    """Evaluate on the valid part every that many steps; null: at the end of each epoch."""
+    """Evaluate on the valid part every that many steps; null: `evals_per_epoch` times."""
+    evals_per_epoch: int = 4
+    """Evaluations on the valid part in an epoch, evenly spaced, the last at its end."""
     checkpoint_every: int | None = None
     """Keep the model every that many steps, besides at each evaluation; null: only then."""
     log_every: int = 50

@@ -10,11 +10,12 @@ from data.synthetic import write_raw_tsv
 from dlrm.config import PrepareRun
 from dlrm.datasets import dataset_root, make_dataset
 from dlrm.display import PrepareDisplay
+from dlrm.run_folder import remove_if_empty
 
 
 def run_prepare(config: PrepareRun, run_dir: Path, say: Callable[[str], None] = print) -> None:
     """Prepares `data.root`, or writes raw synthetic rows to `data.synthetic.raw_out`."""
-    _remove_if_empty(run_dir)
+    remove_if_empty(run_dir)
     data = config.data
     if data.synthetic is not None and data.synthetic.raw_out is not None:
         path = Path.cwd() / Path(data.synthetic.raw_out).expanduser()
@@ -43,11 +44,3 @@ def run_prepare(config: PrepareRun, run_dir: Path, say: Callable[[str], None] = 
             shown = ", ".join(f"{feature} {share:.1%}" for feature, share in worst)
             say(f"note    {name}: ids without a row of their own, most in {shown}")
     say(f"dataset {root}  (digest {manifest.digest()[:12]})")
-
-
-def _remove_if_empty(folder: Path) -> None:
-    """Hydra makes an output folder for each run; `prepare` writes nothing into it."""
-    for empty in (folder, folder.parent, folder.parent.parent):
-        if not empty.is_dir() or any(empty.iterdir()) or empty == Path.cwd():
-            return
-        empty.rmdir()

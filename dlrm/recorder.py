@@ -64,7 +64,7 @@ class Recorder:
         self._last_step = {"step": step, "epoch": epoch, "lr_dense": lrs[0], "lr_sparse": lrs[1]}
         self._window_samples += num_samples
         self._display.advance(step)
-        if len(self._losses) >= self._log_every:
+        if step % self._log_every == 0:
             self.flush()
 
     def flush(self) -> None:

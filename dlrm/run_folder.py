@@ -60,3 +60,11 @@ class RunFolder:
         """Adds a line to metrics.jsonl."""
         with open(self.path / "metrics.jsonl", "a") as opened:
             opened.write(json.dumps(line) + "\n")
+
+
+def remove_if_empty(folder: Path) -> None:
+    """Removes the output folder that Hydra made for a run that wrote nothing, and empty parents."""
+    for empty in (folder, folder.parent, folder.parent.parent):
+        if not empty.is_dir() or any(empty.iterdir()) or empty == Path.cwd():
+            return
+        empty.rmdir()

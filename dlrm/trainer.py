@@ -110,13 +110,20 @@ class Trainer:
                 lrs = self._learning_rates()
                 self.steps_done += 1
                 self.recorder.step(self.steps_done, epoch, batch.batch_size, loss, seconds, lrs)
-                if train.eval_every and self.steps_done % train.eval_every == 0:
+                if self._is_evaluation_due(epoch):
                     self._evaluate_and_save()
                 elif train.checkpoint_every and self.steps_done % train.checkpoint_every == 0:
                     self._check_finite()
                     self._save(is_best=False)
-        if not train.eval_every:
-            self._evaluate_and_save()
+
+    def _is_evaluation_due(self, epoch: int) -> bool:
+        train = self.config.train
+        if train.eval_every is not None:
+            return self.steps_done % train.eval_every == 0
+        in_epoch = self.steps_done - epoch * self.batches_per_epoch
+        per_epoch = min(train.evals_per_epoch, self.batches_per_epoch)
+        due = [self.batches_per_epoch * n // per_epoch for n in range(1, per_epoch + 1)]
+        return in_epoch in due
 
     # step
 
