@@ -306,13 +306,11 @@ def die(*_):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def and_die(name):
-    original = getattr(dlrm.checkpoint, name)
-    return lambda *arguments: (die(), original(*arguments))[1]
-
-
-if place == "between the files":
-    dlrm.checkpoint.file_sha256 = and_die("file_sha256")
+if place == "before the rename":
+    replace = dlrm.checkpoint.os.replace
+    dlrm.checkpoint.os.replace = lambda source, target: (
+        die() if Path(source).name.startswith(".partial") else None, replace(source, target)
+    )
 elif place == "before the pointer":
     write_whole = dlrm.checkpoint.write_whole
     dlrm.checkpoint.write_whole = lambda path, payload: (
@@ -322,7 +320,7 @@ trainer.fit()
 """
 
 
-@pytest.mark.parametrize(("place", "kept"), [("between the files", 3), ("before the pointer", 3)])
+@pytest.mark.parametrize(("place", "kept"), [("before the rename", 3), ("before the pointer", 3)])
 def test_a_kill_while_saving_leaves_a_whole_model(
     place: str, kept: int, visits: PreparedDataset, tmp_path: Path
 ) -> None:

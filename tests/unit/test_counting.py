@@ -29,8 +29,8 @@ TEXT_ADDITIONS = st.lists(
 def add_all(counter: KeyCounter, additions: list[dict[int, int]]) -> Counter[int]:
     expected: Counter[int] = Counter()
     for addition in additions:
-        keys = np.array(sorted(addition), dtype=np.uint64)
-        counter.add(keys, np.array([addition[k] for k in sorted(addition)], dtype=np.int64))
+        keys = np.array(list(addition), dtype=np.uint64)
+        counter.add(keys, np.array(list(addition.values()), dtype=np.int64))
         expected.update({key: count for key, count in addition.items() if count})
     return expected
 
@@ -94,6 +94,13 @@ def test_texts_stay_with_their_keys(additions: list[dict[str, int]], buffer_byte
             assert [hash_of(text) for text in texts] == run.keys.tolist()
             found.update(zip(texts, run.counts.tolist(), strict=True))
         assert found == expected
+
+
+@pytest.mark.parametrize("buffer_bytes", [1, 1 << 20], ids=["spilled", "in memory"])
+def test_a_key_may_come_several_times_and_unsorted(tmp_path: Path, buffer_bytes: int) -> None:
+    counter = KeyCounter(tmp_path, buffer_bytes)
+    counter.add(np.array([7, 3, 7, 5]), np.array([1, 2, 4, 0]))
+    assert totals(counter, 10) == {3: 2, 7: 5}
 
 
 def test_additions_after_reading_are_counted(tmp_path: Path) -> None:

@@ -18,8 +18,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from data import prepare as prepare_module
-from data import raw, vocabulary
+from data import count_pass, parse_pass, raw, vocabulary, write_pass
 from data.errors import RawDataError, UserError
 from data.manifest import Manifest, load_manifest
 from data.parquet import Order, PreparedDataset
@@ -233,7 +232,7 @@ def test_hash_and_identity_rules_and_their_id_counts(
     assert train["big"] == bags[2][:num_train], "ids beyond 32 bits"
     info = manifest.parts["train"]
     assert info.unknown["dropped"] == sum(i > 3 for bag in bags[0][:num_train] for i in bag)
-    assert info.ids["dropped"] == sum(len(bag) for bag in train["dropped"])
+    assert info.ids["dropped"] == sum(len(bag) for bag in bags[0][:num_train])
     assert (info.missing["dropped"], info.missing["last"]) == (0, 0)
     assert info.missing["hashed"] == sum(not f[1] for f in fields[:num_train])
     assert manifest.table_rows == {
@@ -253,6 +252,28 @@ def test_an_id_outside_an_identity_table_stops_prepare(
     with pytest.raises(UserError, match="feature dropped: id 4 lies outside its table dropped"):
         prepare_files(schema, {"raw": "".join(rule_lines(200)).encode()})
     assert not (tmp_path / "prepared" / "manifest.json").exists()
+
+
+def test_columns_and_tables_may_be_named_like_paths(
+    prepare_files: Prepare, read_part: ReadPart, tmp_path: Path, tree_digests: Digests
+) -> None:
+    """Their vocabularies and id counts are files; nothing may be written elsewhere."""
+    names = ["user/id", "..", ".hidden", "a b"]
+    schema = Schema(
+        format=RawFormat(columns=["label", *names]),
+        sparse={name: SparseColumn() for name in names},
+        split=Split("in_order", 0, 0),
+    )
+    schema.sparse["a b"].table = "../../table"
+    content = "".join(f"{n % 2}\tu{n}\tv\tw\tx\n" for n in range(3)).encode()
+    manifest = prepare_files(schema, {"raw": content})
+    root = tmp_path / "prepared"
+    assert sorted(read_part(root, "train")["user/id"]) == [2, 3, 4]
+    assert len(manifest.outputs) == 8
+    found = tree_digests(root)
+    assert {name: found[name] for name in manifest.outputs} == manifest.outputs
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["prepared", "raw"]
+    assert load_row_mapper(root, manifest).vocabularies["../../table"].rows == 3
 
 
 def test_dense_columns_may_be_named_like_anything(
@@ -376,16 +397,18 @@ def test_the_manifest_tells_the_truth_about_inputs_and_outputs(
     prepare_files: Prepare,
     tree_digests: Digests,
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(raw, "SLICE_BYTES", 200)
     lines = criteo_lines(90, 2, 3)
     files = {
-        "day_0.tsv": b"".join(lines[:30]) + b"\n\n",
+        "day_0.tsv": b"\n" + b"".join(lines[:15]) + b"\r\n" + b"".join(lines[15:30]) + b"\n\n",
         "day_1.tsv.gz": gzip.compress(b"".join(lines[30:])),
     }
     manifest = prepare_files(criteo_schema(2, 3), files)
     root = tmp_path / "prepared"
     for info, (name, content), rows, blank in zip(
-        manifest.inputs, files.items(), (30, 60), (2, 0), strict=True
+        manifest.inputs, files.items(), (30, 60), (4, 0), strict=True
     ):
         assert (info.file, info.num_bytes, info.rows) == (name, len(content), rows)
         assert info.sha256 == hashlib.sha256(content).hexdigest()
@@ -439,12 +462,14 @@ def test_slices_buffers_and_mapped_dictionaries_change_no_byte(
     prepare_files(schema, files, tmp_path / "slices")
     assert tree_digests(tmp_path / "slices") == clean
     # Every addition to a counter is spilled; dictionaries are mapped, 10 keys at a time.
-    monkeypatch.setattr(prepare_module, "_COUNTER_BYTES", 1)
-    monkeypatch.setattr(prepare_module, "_DICTIONARY_BYTES_IN_MEMORY", 0)
+    monkeypatch.setattr(count_pass, "_COUNTER_BYTES", 1)
+    monkeypatch.setattr(write_pass, "_COUNTER_BYTES", 1)
+    monkeypatch.setattr(count_pass, "_DICTIONARY_BYTES_IN_MEMORY", 0)
     monkeypatch.setattr(vocabulary, "_SEGMENT_KEYS", 10)
     prepare_files(schema, files, tmp_path / "spilled")
     assert tree_digests(tmp_path / "spilled") == clean
-    monkeypatch.setattr(prepare_module, "_PARSE_THREADS", 5)
+    for module in (parse_pass, count_pass, write_pass):
+        monkeypatch.setattr(module, "NUM_THREADS", 5)
     prepare_files(schema, files, tmp_path / "threads")
     assert tree_digests(tmp_path / "threads") == clean
 

@@ -7,6 +7,7 @@ operations (Python reports each to an audit hook before it happens).
 from __future__ import annotations
 
 import gzip
+import hashlib
 import json
 import os
 import shutil
@@ -21,12 +22,13 @@ import pytest
 
 from data import raw
 from data.errors import RawDataError, SchemaMismatch, UserError
-from data.files import write_whole
+from data.files import WholeFile, write_whole
 from data.manifest import MANIFEST, Manifest, load_manifest
 from data.prepare import RawInputs, prepare
 from data.progress import SilentListener
 from data.schema import Schema, SparseColumn, Split, schema_to_dict
 from data.split import TEST, TRAIN, VALID
+from data.work_folder import locked
 
 Lines = Callable[..., list[bytes]]
 Schemas = Callable[..., Schema]
@@ -391,6 +393,25 @@ def test_a_file_is_replaced_whole_or_not_at_all(
     assert [(p.name, p.read_bytes()) for p in tmp_path.iterdir()] == [("manifest.json", b"new")]
 
 
+def test_a_streamed_file_appears_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "part-00000.parquet"
+    with WholeFile(path) as sink:
+        sink.write(b"some")
+        sink.write(b"thing")
+        assert not path.exists()
+    assert path.read_bytes() == b"something"
+    assert (sink.num_bytes, sink.sha256) == (9, hashlib.sha256(b"something").hexdigest())
+
+    def interrupted() -> None:
+        with WholeFile(path) as sink:
+            sink.write(b"half")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert path.read_bytes() == b"something"
+
+
 # ---- a folder that holds a dataset already
 
 
@@ -425,8 +446,7 @@ def test_another_schema_is_refused_naming_what_differs(
     assert "data.schema.sparse.C2.min_count: prepared with None, asked for 9" in message
     assert "data.schema.split.kind: prepared with in_order, asked for random" in message
     assert "data.overwrite=true" in message
-    after = {k: v for k, v in tree_digests(finished).items() if not k.startswith(".work")}
-    assert after == before
+    assert tree_digests(finished) == before
 
 
 @pytest.mark.parametrize(
@@ -538,6 +558,21 @@ def test_a_second_process_on_the_same_root_is_refused(
     assert tree_digests(root) == tree_digests(tmp_path / "clean")
 
 
+def test_the_process_before_may_have_removed_the_work_folder(tmp_path: Path) -> None:
+    """Two start at once; the first ends while the second waits at the lock."""
+    with locked(tmp_path) as work:
+        shutil.rmtree(work)
+    assert not work.exists()
+
+
+def test_a_refusal_leaves_no_work_folder_in_a_finished_dataset(
+    finished: Path, schema: Schema, day_files: list[Path]
+) -> None:
+    with pytest.raises(UserError):
+        prepare(schema, RawInputs(day_files[:1]), finished)
+    assert not (finished / ".work").exists()
+
+
 # ---- progress
 
 
@@ -576,17 +611,22 @@ def test_progress_adds_up(schema: Schema, day_files: list[Path], tmp_path: Path)
 PEAK = """
 import json, sys
 from pathlib import Path
-from data import counting, lanes, prepare as prepare_module, raw, vocabulary
+from data import count_pass, counting, lanes, raw, vocabulary, write_pass
 from data.prepare import RawInputs, prepare
 from data.schema import schema_from_dict
 task = json.loads(sys.argv[1])
 # Every buffer that a constant sets is made small, so that what grows with the input shows.
-raw.SLICE_BYTES = 1 << 20
-lanes.LANE_GROUP_ROWS = 512
-prepare_module._COUNTER_BYTES = 16 << 20
-prepare_module._DICTIONARY_BYTES_IN_MEMORY = 1 << 20
-vocabulary._SEGMENT_KEYS = 1 << 16
-counting._SAMPLE_EVERY = 512
+for module, name, value in (
+    (raw, "SLICE_BYTES", 1 << 20),
+    (lanes, "LANE_GROUP_ROWS", 512),
+    (count_pass, "_COUNTER_BYTES", 16 << 20),
+    (count_pass, "_DICTIONARY_BYTES_IN_MEMORY", 1 << 20),
+    (write_pass, "_COUNTER_BYTES", 8 << 20),
+    (vocabulary, "_SEGMENT_KEYS", 1 << 16),
+    (counting, "_SAMPLE_EVERY", 512),
+):
+    assert hasattr(module, name), (module, name)
+    setattr(module, name, value)
 counting.KeyCounter.merged.__defaults__ = (1 << 15,)
 prepare(schema_from_dict(task["schema"]), RawInputs([Path(task["file"])]), Path(task["root"]))
 status = dict(line.split(":", 1) for line in open("/proc/self/status"))

@@ -107,11 +107,6 @@ REFUSED = [
     (schema_of(example_weight="v"), "data.schema.format.columns doesn't list v"),
     (schema_of(format=RawFormat()), "data.schema.format.columns is empty"),
     (schema_of(format=RawFormat(columns=["label", "x", "a", "b", "a"])), "names twice: a"),
-    (
-        schema_of({"u/i": SparseColumn()}, format=RawFormat(header=True)),
-        "data.schema.sparse.u/i",
-    ),
-    (schema_of({"a": SparseColumn(table="../t")}), "data.schema.sparse.a.table"),
     (schema_of(dense={"__label": DenseColumn()}, format=RawFormat(header=True)), "__label"),
     (schema_of({"a__weights": SparseColumn()}, format=RawFormat(header=True)), "a__weights"),
 ]

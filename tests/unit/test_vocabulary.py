@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from data.schema import Feature, RawFormat, Schema, SparseColumn, resolve_featur
 from data.tokens import encode
 from data.vocabulary import (
     Dictionary,
+    MappedIds,
     Vocabulary,
     build_dictionary,
     load_dictionary,
@@ -133,8 +135,7 @@ def test_unknown_and_missing_have_rows_of_their_own() -> None:
     mapped = vocabulary.map_codes(feature, column.keys, column.codes, None, None)
     assert mapped.ids.tolist() == [3, MISSING, 2, UNKNOWN, UNKNOWN, MISSING, 3]
     assert (mapped.num_unknown, mapped.num_missing) == (2, 2)
-    used = dict(zip(mapped.used_rows.tolist(), mapped.used_counts.tolist(), strict=True))
-    assert used == {0: 2, 1: 2, 2: 1, 3: 2}
+    assert used_rows(mapped) == Counter(mapped.ids.tolist())
 
 
 @given(st.lists(st.none() | st.integers(-(2**63), 2**63 - 1)), st.integers(2, 50))
@@ -152,6 +153,13 @@ def test_hash_rule_without_a_missing_row_uses_every_row() -> None:
     assert not replaced.any()
 
 
+def used_rows(mapped: MappedIds) -> Counter[int]:
+    used: Counter[int] = Counter()
+    for row, count in zip(mapped.used_rows.tolist(), mapped.used_counts.tolist(), strict=True):
+        used[row] += count
+    return used
+
+
 def bags(feature: Feature, lists: list[list[int]]) -> tuple[list[list[int]], int]:
     """Maps bags; returns them and the number of replaced or dropped ids."""
     flat = encode(pa.array([i for bag in lists for i in bag], pa.int64()), "int")
@@ -162,7 +170,8 @@ def bags(feature: Feature, lists: list[list[int]]) -> tuple[list[list[int]], int
     assert mapped.weights is not None
     assert mapped.weights.shape == mapped.ids.shape, "a weight goes with its id"
     ends = np.cumsum(mapped.lengths)
-    assert int(mapped.used_counts.sum()) == len(mapped.ids)
+    assert used_rows(mapped) == Counter(mapped.ids.tolist())
+    assert mapped.num_ids == sum(len(bag) for bag in lists), "dropped ones are counted too"
     return [
         mapped.ids[end - n : end].tolist() for n, end in zip(mapped.lengths, ends, strict=True)
     ], mapped.num_unknown
