@@ -105,6 +105,7 @@ class TrainConfig:
             "epochs",
             "max_steps",
             "eval_every",
+            "evals_per_epoch",
             "checkpoint_every",
             "log_every",
             "accumulate",

@@ -15,8 +15,8 @@ from omegaconf import OmegaConf
 from data.batch import Batch
 from data.errors import RawDataError, UserError
 from data.parquet import Order, PreparedDataset
-from data.raw import expand_inputs, has_labels
 from data.raw_batches import load_row_mapper, raw_batches
+from data.raw_files import expand_inputs, has_labels
 from dlrm.build import build_embeddings, build_model, set_threads
 from dlrm.checkpoint import Checkpoints, load_model
 from dlrm.config import ScoreRun, TrainRun, to_config

@@ -213,7 +213,8 @@ class Trainer:
         if self._evaluated_step == self.steps_done:
             return
         self._evaluated_step = self.steps_done
-        self.recorder.flush()
+        if self.steps_done % self.batches_per_epoch == 0 or self.steps_done == self.total_steps:
+            self.recorder.flush()  # The last steps' line comes before the evaluation after them.
         self._check_finite()
         part = self.eval_part()
         is_best = False

@@ -35,6 +35,7 @@ TINY_MODEL = (
     "data.batch_size=256",
     "model.bottom_mlp=[16]",
     "model.top_mlp=[16]",
+    "train.evals_per_epoch=1",
     "launch.num_threads=1",
 )
 NUM_LANES = 64
@@ -229,6 +230,7 @@ def build_trainer(dataset: PreparedDataset, folder: Path, overrides: dict[str, A
         "data": {"name": "visits", "cache": "", "batch_size": 10},
         "model": {"embedding_dim": 4, "bottom_mlp": [6], "top_mlp": [5]},
         "launch": {"num_threads": 1},
+        "train": {"evals_per_epoch": 1},
     }
     merged = OmegaConf.merge(OmegaConf.structured(TrainRun), base, overrides)
     assert OmegaConf.is_dict(merged)

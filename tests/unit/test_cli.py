@@ -12,7 +12,6 @@ from omegaconf import OmegaConf
 
 from dlrm.trainer import Trainer
 from tests.commands import (
-    TINY_DATA,
     TINY_MODEL,
     dlrm,
     finish,
@@ -94,27 +93,21 @@ def test_effective_values_can_be_printed_without_a_run(
     [
         (["trian.epochs=2"], ["'trian.epochs'", "did you mean train.epochs"]),
         (["optim.sparse.lrr=1"], ["optim.sparse.lrr", "did you mean optim.sparse.lr"]),
-        (["optim.lr=1"], ["'optim.lr'", "optim.dense.lr"]),
         (["optim.dense.momentum=0.9"], ["optim.dense.momentum"]),  # B22
         (["+optim.dense.momentum=0.9"], ["optim.dense.momentum", "no such key"]),
-        (["+foo=1"], ["foo", "no such key"]),
         (["model.table_dims.C1=8"], ["+model.table_dims.C1="]),
         (["optim.dense.lr=abc"], ["optim.dense.lr", "'abc'"]),
         (["data.batch_size=64.5"], ["data.batch_size", "64.5"]),
-        (["data.batch_size=1e3"], ["data.batch_size", "1000.0"]),
         (["data.batch_size=null"], ["data.batch_size"]),
         (["train.overwrite=maybe"], ["train.overwrite", "'maybe'"]),
         (["model.top_mlp=10-20"], ["model.top_mlp"]),
-        (["model.top_mlp=10"], ["model.top_mlp"]),
         (["model.top_mlp=[10,a]"], ["model.top_mlp[1]", "'a'"]),
         (["train.epochs"], ["'train.epochs'", "key=value"]),
         (["model.top_mlp=[10"], ["'model.top_mlp=[10'"]),
         (["data.root=a=b"], ["'data.root=a=b'", "quotes"]),
         (["data=nope"], ["data/nope", "criteo_kaggle"]),
         (["optim=lamb"], ["optim/lamb", "adagrad"]),
-        (["experiment=nope"], ["experiment/nope", "adult"]),
         (["data=base"], ["data.name"]),
-        (["optim.sparse.eps=-1"], ["optim.sparse.eps=-1"]),
         (["train.precision=fp8"], ["train.precision=fp8", "bf16"]),
         (["launch.nproc=2"], ["launch.nproc=2", "launch.nproc=1"]),
         (["launch.device=cuda"], ["launch.device=cuda", "launch.device=cpu"]),
@@ -122,7 +115,6 @@ def test_effective_values_can_be_printed_without_a_run(
         (["data=criteo_kaggle"], ["data.raw=FILE", "data.root=FOLDER"]),
         (["data=criteo_kaggle", "data.raw=no.tsv"], ["data.raw=no.tsv"]),
         (["data=criteo_kaggle", "data.raw=11"], ["data.raw=11"]),
-        (["data=adult", "data.raw_test=a"], ["data.raw_train"]),
         (["data=adult", "data.raw=a"], ["data.schema.split.kind"]),
         (["data=criteo_kaggle", "data.raw_train=a"], ["data.schema.split.kind"]),
         (["data.raw=a.tsv"], ["data.raw"]),
@@ -194,7 +186,7 @@ def test_a_root_of_other_raw_files(capfd: pytest.CaptureFixture[str], tmp_path: 
         (["evaluate", "run=nowhere"], "run=nowhere"),
         (["predict", "run=nowhere", "data.raw=x"], "run=nowhere"),
         (["evaluate", "run=nowhere", "part=dev"], "part=dev"),
-        (["evaluate", "run=nowhere", "model=last"], "model=last"),
+        (["evaluate", "run=nowhere", "checkpoint=last"], "checkpoint=last"),
         (["prepare", "data=synthetic", "train.epochs=1"], "train.epochs"),
         (["prepare", "data=criteo_kaggle"], "data.raw=FILE"),
     ],
@@ -203,6 +195,14 @@ def test_mistakes_of_the_other_verbs(
     arguments: list[str], said: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert said in refusal(capfd, *arguments)
+
+
+def test_a_refused_command_leaves_no_folder(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for arguments in (["train", "launch.nproc=2"], ["evaluate", "run=nowhere"]):
+        refusal(capfd, *arguments)
+        assert not list(tmp_path.iterdir())
 
 
 # --------------------------------------------------------------------------------- our mistakes: 1
@@ -327,7 +327,12 @@ def test_a_failing_job_of_a_sweep_hides_no_other(
 
 
 def test_b45_b50_two_runs_at_once_need_no_port(tmp_path: Path) -> None:
-    """Started together, with relative paths, no launcher's variables, and torch's port taken."""
+    """Started together on one dataset, with relative paths, no launcher's variables, and torch's
+    port taken."""
+    write_adult_csv(tmp_path / "a.csv", 300, seed=0)
+    write_adult_csv(tmp_path / "b.csv", 100, seed=1)
+    files = ["data.raw_train=a.csv", "data.raw_test=b.csv", "data.root=./d"]
+    assert dlrm("prepare", "data=adult", *files) == 0
     with socket.socket() as taken:
         taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -335,7 +340,7 @@ def test_b45_b50_two_runs_at_once_need_no_port(tmp_path: Path) -> None:
             taken.listen()
         except OSError:
             pass  # Somebody else holds it: as good.
-        command = ["-m", "dlrm", "train", *TINY_DATA, *TINY_MODEL, "data.root=./d"]
+        command = ["-m", "dlrm", "train", "data=adult", "data.root=./d", *TINY_MODEL]
         more = ["train.max_steps=2", "train.backend=torch"]
         environment = {"PYTHONPATH": str(CHECKOUT)}
         runs = [start_python(*command, *more, cwd=tmp_path, **environment) for _ in range(2)]

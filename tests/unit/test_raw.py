@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 from data import raw
 from data.errors import RawDataError, UserError
-from data.raw import RawBlock, RawReader, expand_inputs, has_labels
+from data.raw import RawBlock, RawReader
+from data.raw_files import expand_inputs, has_labels
 from data.schema import DenseColumn, LabelColumn, RawFormat, Schema, SparseColumn, resolve_features
 from data.tokens import MISSING, key_of_text
 

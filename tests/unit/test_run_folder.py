@@ -30,7 +30,7 @@ from tests.commands import (
 )
 
 RUN_STEPS = 16  # 4,096 rows in batches of 256.
-LOGGED = [5, 6, 11, 12, 16]  # Every 5 steps, and before each evaluation, every 6.
+LOGGED = [5, 6, 10, 12, 15, 16]  # At every 5th step, and before the evaluations at every 6th.
 
 
 @pytest.fixture(scope="module")
