@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,6 +12,7 @@ import numpy as np
 from data.arrays import Arrays, load_arrays
 from data.blocks import counting_names
 from data.counting import KeyCounter
+from data.errors import UserError
 from data.files import file_name
 from data.parse_pass import NUM_THREADS, SpooledFile, spooled_blocks
 from data.progress import ProgressListener
@@ -68,6 +70,12 @@ class CountPass:
             ]
             for job in jobs:
                 job.result()
+            for name, moments in self._moments.items():
+                if not math.isfinite(moments.squares) or not math.isfinite(moments.mean):
+                    raise UserError(
+                        f"column {name}: its values are too large to take a deviation of; choose "
+                        f"another data.schema.dense.{name}.transform"
+                    )
             return self._build_vocabularies(pool), self._moments
 
     def _count(

@@ -27,6 +27,7 @@ from data.vocabulary import MappedIds
 
 NUM_LANES = 64
 LANE_GROUP_ROWS = 8192
+_FILE_BYTES = 128 << 20
 LABEL_COLUMN = "__label"
 WEIGHT_COLUMN = "__weight"
 BAG_WEIGHT_SUFFIX = "__weights"
@@ -98,8 +99,8 @@ class PartFile:
 class PartWriter:
     """Collects the rows of one part in raw order and writes its lane files.
 
-    Memory: the rows of two files (524,288 rows each; 84 MB for Criteo), one being collected and
-    one being written.
+    Memory: the rows of two files, one being collected and one being written; 524,288 rows each
+    (84 MB for Criteo) or, where rows are wide, as many as fill 128 MiB going by the first ones.
 
     Args:
         root: the dataset folder.
@@ -113,15 +114,18 @@ class PartWriter:
         self._num_pending = 0
         self._writing: Future[PartFile] | None = None
         self._files: list[PartFile] = []
+        self.group_rows = LANE_GROUP_ROWS
         (root / part).mkdir(parents=True, exist_ok=True)
         for stale in (root / part).glob("part-*"):
             stale.unlink()
 
     def append(self, rows: pa.Table) -> None:
         """Adds rows (see `Rows.to_table`); writes a file whenever one is full."""
+        if not self._pending and not self._files and rows.num_rows:
+            self.group_rows = _group_rows(rows.nbytes / rows.num_rows)
         self._pending.append(rows)
         self._num_pending += rows.num_rows
-        full = NUM_LANES * LANE_GROUP_ROWS
+        full = NUM_LANES * self.group_rows
         while self._num_pending >= full:
             table = pa.concat_tables(self._pending)
             self._start_writing(table.slice(0, full))
@@ -165,6 +169,14 @@ class PartWriter:
                 writer.write_table(table.slice(start, size), row_group_size=size)
                 start += size
         return PartFile(name, num_rows, sink.num_bytes, sink.sha256)
+
+
+def _group_rows(row_bytes: float) -> int:
+    """The rows of a row group: 8,192, halved until a file's rows fit its budget."""
+    rows = LANE_GROUP_ROWS
+    while rows > 1 and rows * NUM_LANES * row_bytes > _FILE_BYTES:
+        rows //= 2
+    return rows
 
 
 def _in_lane_order(table: pa.Table) -> pa.Table:

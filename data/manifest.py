@@ -45,6 +45,7 @@ class PartInfo:
     Attributes:
         rows: number of rows.
         files: in order.
+        lane_group_rows: rows of a full row group.
         label_rate: share of positive labels, or None without rows.
         unknown: ids replaced by the unknown row (or last row), or dropped, by feature.
         missing: missing values by feature.
@@ -53,10 +54,19 @@ class PartInfo:
 
     rows: int
     files: list[PartFile]
+    lane_group_rows: int
     label_rate: float | None
     unknown: dict[str, int]
     missing: dict[str, int]
     ids: dict[str, int]
+
+    def unknown_id_share(self) -> dict[str, float]:
+        """Share of the ids that were unknown, by feature; features with none are left out."""
+        return {
+            name: round(self.unknown[name] / self.ids[name], 6)
+            for name in self.ids
+            if self.ids[name] and self.unknown[name]
+        }
 
 
 @dataclass(frozen=True)
@@ -98,12 +108,7 @@ class Manifest:
 
     def unknown_id_share(self, part: str) -> dict[str, float]:
         """Share of a part's ids that were unknown, by feature; features with none are left out."""
-        info = self.parts[part]
-        return {
-            name: round(info.unknown[name] / info.ids[name], 6)
-            for name in info.ids
-            if info.ids[name] and info.unknown[name]
-        }
+        return self.parts[part].unknown_id_share()
 
     def has_file_parts(self, file_parts: list[int] | None) -> bool:
         """Whether each part holds the rows of the input files given for it (None: by the rule)."""
@@ -133,6 +138,7 @@ class Manifest:
             "parts": {
                 name: {
                     "rows": part.rows,
+                    "lane_group_rows": part.lane_group_rows,
                     "label_rate": part.label_rate,
                     "files": [f.to_dict() for f in part.files],
                     "ids": part.ids,
@@ -173,7 +179,16 @@ def load_manifest(root: Path) -> Manifest:
             f"data.root={root}: no prepared dataset there (no {MANIFEST}); run `dlrm prepare` "
             "with the same data= and data.root="
         )
-    values = json.loads(path.read_text())
+    try:
+        values = json.loads(path.read_text())
+        return _from_json(values, root)
+    except (ValueError, KeyError, TypeError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{path} is damaged ({type(error).__name__}: {error})") from error
+
+
+def _from_json(values: dict[str, Any], root: Path) -> Manifest:
     if values.get("format_version") != FORMAT_VERSION:
         raise UserError(
             f"data.root={root}: prepared in format {values.get('format_version')}, this version "
@@ -183,7 +198,13 @@ def load_manifest(root: Path) -> Manifest:
     for name, part in values["parts"].items():
         files = [PartFile(f["file"], f["rows"], f["bytes"], f["sha256"]) for f in part["files"]]
         parts[name] = PartInfo(
-            part["rows"], files, part["label_rate"], part["unknown"], part["missing"], part["ids"]
+            part["rows"],
+            files,
+            part["lane_group_rows"],
+            part["label_rate"],
+            part["unknown"],
+            part["missing"],
+            part["ids"],
         )
     return Manifest(
         schema=schema_from_dict(values["schema"]),

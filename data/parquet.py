@@ -29,7 +29,6 @@ from data.errors import UserError
 from data.lanes import (
     BAG_WEIGHT_SUFFIX,
     LABEL_COLUMN,
-    LANE_GROUP_ROWS,
     NUM_LANES,
     WEIGHT_COLUMN,
     lane_rows,
@@ -115,6 +114,7 @@ class PreparedDataset:
         self.features = self.manifest.features
         self.singles = [f for f in self.features if not f.is_list]
         self.lists = [f for f in self.features if f.is_list]
+        self._check_files()
 
     def num_rows(self, part: str) -> int:
         """Rows of `train`, `valid` or `test`."""
@@ -142,6 +142,19 @@ class PreparedDataset:
             values.append(in_rows)
         return np.concatenate(values) if values else np.empty(0, dtype=np.float32)
 
+    def _check_files(self) -> None:
+        """Sizes only: digests would read the dataset once more at every start."""
+        for part in self.manifest.parts.values():
+            for entry in part.files:
+                path = self.root / entry.file
+                size = path.stat().st_size if path.is_file() else None
+                if size != entry.num_bytes:
+                    found = "is missing" if size is None else f"has {size:,} bytes"
+                    raise UserError(
+                        f"{path} {found}, {entry.num_bytes:,} bytes are recorded: the copy of this "
+                        "dataset isn't whole; copy or prepare it again"
+                    )
+
     def check(self, part: str) -> None:
         """Refuses a part without rows.
 
@@ -159,6 +172,7 @@ class _LaneReader:
     def __init__(self, dataset: PreparedDataset, part: str, order: Order) -> None:
         self._dataset, self._order = dataset, order
         self._files = dataset.manifest.parts[part].files
+        self._group_rows = dataset.manifest.parts[part].lane_group_rows
         self._num_rows = dataset.num_rows(part)
         self._open: OrderedDict[int, pq.ParquetFile] = OrderedDict()
         self._columns = self._column_names()
@@ -204,7 +218,7 @@ class _LaneReader:
         if self._epoch_seed is not None:
             rng = np.random.default_rng([*self._epoch_seed, lane, file_number])
             permutation = rng.permutation(num_rows)
-        first_row = file_number * NUM_LANES * LANE_GROUP_ROWS + lane
+        first_row = file_number * NUM_LANES * self._group_rows + lane
         return self._decode(table, first_row, permutation)
 
     def _file(self, number: int) -> pq.ParquetFile:

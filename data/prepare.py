@@ -53,11 +53,14 @@ def prepare(
     """
     check_schema(schema)
     listener = listener or SilentListener()
-    root.mkdir(parents=True, exist_ok=True)
+    # A finished dataset is only read: no lock, no trace, and it may lie on a read-only disk. (With
+    # a work folder left, a process died while it tidied up, or is about to.)
+    if (root / MANIFEST).exists() and not overwrite and not (root / ".work").exists():
+        return _reuse(schema, inputs, root, listener)
     with locked(root) as work:
         if overwrite:
             (root / MANIFEST).unlink(missing_ok=True)
-        elif (root / MANIFEST).exists():
+        elif (root / MANIFEST).exists():  # Another process was faster.
             return _reuse(schema, inputs, root, listener)
         return _run_passes(schema, inputs, root, work, listener)
 
@@ -100,6 +103,8 @@ def _run_passes(
     vocabularies, moments = counting.run(spooled, rule)
     mapper = RowMapper(schema, reader.features, vocabularies, moments)
     parts, counts = WritePass(mapper, root, work, listener).run(spooled, rule)
+    if parts["train"].rows == 0:
+        raise UserError("no row is left to train on; see data.schema.split and data.raw_train")
     outputs = {
         f"{folder}/{path.name}": file_sha256(path)
         for folder in ("vocabulary", "counts")

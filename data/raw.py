@@ -105,9 +105,11 @@ class RawReader:
         columns = piece.columns
         try:
             self._check_quotes(piece.payload)
+            if b"\r" in piece.payload:
+                num_returns = piece.payload.count(b"\r")
+                if num_returns != piece.payload.count(b"\r\n"):
+                    raise BadColumn("a carriage return inside a line")
             table = self._read_csv(piece.payload, columns)
-            if table.num_rows > piece.num_lines:
-                raise BadColumn("a carriage return inside a line")
             block = self._encode(table)
         except (pa.ArrowInvalid, BadToken, BadColumn) as error:
             explain_bad_slice(

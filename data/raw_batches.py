@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from data.batch import Batch
+from data.errors import RawDataError, UserError
 from data.files import file_name
 from data.lanes import Rows
 from data.manifest import Manifest
@@ -20,6 +21,7 @@ from data.raw import RawReader
 from data.row_mapper import RowMapper
 from data.schema import Feature
 from data.vocabulary import MappedIds, Vocabulary, load_dictionary
+from data.write_pass import PartTally
 
 
 def load_row_mapper(root: Path, manifest: Manifest) -> RowMapper:
@@ -37,9 +39,16 @@ def load_row_mapper(root: Path, manifest: Manifest) -> RowMapper:
 
 
 def raw_batches(
-    manifest: Manifest, mapper: RowMapper, files: list[Path], labelled: bool, batch_size: int
+    manifest: Manifest,
+    mapper: RowMapper,
+    files: list[Path],
+    labelled: bool,
+    batch_size: int,
+    tally: PartTally,
 ) -> Iterator[Batch]:
     """Batches of up to `batch_size` rows; `row_B` counts on over all files.
+
+    `tally` counts rows and ids, among them those without a row of their own.
 
     Raises:
         RawDataError: naming file and line.
@@ -48,7 +57,15 @@ def raw_batches(
     first_row = 0
     for path in files:
         for piece in reader.slices(path):
-            rows = mapper.map_block(reader.parse(piece))
+            try:
+                rows = mapper.map_block(reader.parse(piece))
+            except RawDataError:
+                raise
+            except UserError as error:
+                raise RawDataError(
+                    str(path), None, f"line {piece.first_line:,} or later: {error}"
+                ) from None
+            tally.add_rows(rows)
             columns = _columns_of(rows, manifest.features, first_row)
             for start in range(0, rows.num_rows, batch_size):
                 stop = min(start + batch_size, rows.num_rows)

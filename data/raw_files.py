@@ -32,12 +32,14 @@ def expand_inputs(spec: str | list[str], base: Path, key: str) -> list[Path]:
     files: list[Path] = []
     for pattern in patterns:
         full = str(base / Path(pattern).expanduser())
-        found = [full] if Path(full).is_file() else sorted(glob.glob(full), key=_natural_order)
+        in_base = str(Path(glob.escape(str(base))) / Path(pattern).expanduser())
+        found = [full] if Path(full).is_file() else sorted(glob.glob(in_base), key=_natural_order)
         found = [name for name in found if Path(name).is_file()]
         if not found:
             raise UserError(f"{key}={pattern}: no such file (looked for {full})")
         files += [Path(name) for name in found]
-    twice = {str(f) for f in files if files.count(f) > 1}
+    resolved = [path.resolve() for path in files]
+    twice = {str(path) for path in resolved if resolved.count(path) > 1}
     if twice:
         raise UserError(f"{key}: named twice: {', '.join(sorted(twice))}")
     return files

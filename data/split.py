@@ -49,7 +49,12 @@ class SplitRule:
             )
         first_held_out = int(self._starts[num_files - split.eval_files])
         held_out = int(self._starts[-1]) - first_held_out
-        share = split.valid / (split.valid + split.test) if split.valid + split.test else 0.5
+        if split.valid + split.test <= 0:
+            raise UserError(
+                "data.schema.split.kind=by_file needs valid or test above 0: they share the "
+                f"{split.eval_files} held-out file(s)"
+            )
+        share = split.valid / (split.valid + split.test)
         return first_held_out, first_held_out + round(held_out * share)
 
     def parts_of(self, file_index: int, start: int, stop: int) -> np.ndarray:

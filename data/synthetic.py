@@ -250,20 +250,25 @@ def synthesise(
         UserError: where `root` holds another dataset.
     """
     listener = listener or SilentListener()
-    root.mkdir(parents=True, exist_ok=True)
+    if (root / MANIFEST).exists() and not overwrite and not (root / ".work").exists():
+        return _reuse(config, root)
     with locked(root) as work:
         if overwrite:
             (root / MANIFEST).unlink(missing_ok=True)
-        elif (root / MANIFEST).exists():
-            manifest = load_manifest(root)
-            if manifest.synthetic != config.settings():
-                raise UserError(
-                    f"data.root={root} holds another dataset ({manifest.schema.name}, settings "
-                    f"{manifest.synthetic}); choose another data.root"
-                )
-            return manifest
+        elif (root / MANIFEST).exists():  # Another process was faster.
+            return _reuse(config, root)
         manifest = _generate(config, root, work, listener)
         manifest.save(root)
+    return manifest
+
+
+def _reuse(config: SyntheticConfig, root: Path) -> Manifest:
+    manifest = load_manifest(root)
+    if manifest.synthetic != config.settings():
+        raise UserError(
+            f"data.root={root} holds another dataset ({manifest.schema.name}, settings "
+            f"{manifest.synthetic}); choose another data.root or set data.overwrite=true"
+        )
     return manifest
 
 
@@ -337,7 +342,7 @@ def _generate(
                 for name, mapped in rows.ids.items() if number == TRAIN else ():
                     counters[name].add(mapped.used_rows, mapped.used_counts)
                 listener.advance(_ROW_BYTES * (stop - start), stop - start)
-            parts[part] = tally.info(writer.close())
+            parts[part] = tally.info(writer.close(), writer.group_rows)
             begin += size
     counts = write_all_id_counts(counters, root)
     outputs = {entry["file"]: file_sha256(root / entry["file"]) for entry in counts.values()}

@@ -23,8 +23,11 @@ class Moments:
         present = values[~np.isnan(values)]
         if len(present) == 0:
             return self
-        mean = float(present.mean())
-        squares = float(((present - mean) ** 2).sum())
+        # Taken from the first value, so that the moments of a constant column are exact.
+        offsets = present - present[0]
+        mean = float(present[0]) + float(offsets.mean())
+        with np.errstate(over="ignore"):
+            squares = float(((offsets - offsets.mean()) ** 2).sum())
         count = self.count + len(present)
         shift = mean - self.mean
         return Moments(

@@ -96,7 +96,6 @@ class Vocabulary:
 
     def __init__(self, feature: Feature, dictionary: Dictionary | None = None) -> None:
         self._rule = feature.vocabulary
-        self._out_of_range = feature.out_of_range
         self._has_missing_row = feature.missing == "row"
         self._dictionary = dictionary
         if feature.vocabulary == "dictionary":

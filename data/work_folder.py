@@ -13,26 +13,21 @@ from data.errors import UserError
 
 @contextmanager
 def locked(root: Path) -> Iterator[Path]:
-    """Locks `root` and gives its work folder `root/.work`, which is removed on success.
+    """Locks `root` for writing and gives its work folder `root/.work`, removed on success.
 
-    After a failure the folder stays: a rerun takes up what is finished in it.
+    After a failure the folder stays: a rerun takes up what is finished in it. The lock's file stays
+    beside it for good: a lock on a file that others may remove protects nothing.
 
     Raises:
         UserError: where another process holds the lock.
     """
-    work = root / ".work"
-    work.mkdir(exist_ok=True)
-    with open(work / "lock", "w") as lock:
+    root.mkdir(parents=True, exist_ok=True)
+    with open(root / ".lock", "w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(f"data.root={root} is being prepared by another process") from None
-        try:
-            yield work
-        except BaseException:
-            if (root / "manifest.json").exists():
-                shutil.rmtree(work)  # A finished dataset was refused: there is nothing to take up.
-            raise
-        # Under the lock, so that nobody's new work goes; a process that waited at the lock of a
-        # folder that is gone finds a finished dataset and has nothing to remove.
+        work = root / ".work"
+        work.mkdir(exist_ok=True)
+        yield work
         shutil.rmtree(work, ignore_errors=True)

@@ -15,9 +15,10 @@ import pyarrow as pa
 from data.arrays import load_arrays
 from data.blocks import select_rows
 from data.counting import KeyCounter
+from data.errors import UserError
 from data.files import file_name
 from data.id_counts import write_id_counts
-from data.lanes import PartFile, PartWriter
+from data.lanes import PartFile, PartWriter, Rows
 from data.manifest import PartInfo
 from data.parse_pass import NUM_THREADS, SpooledBlock, SpooledFile, spooled_blocks
 from data.progress import ProgressListener
@@ -62,12 +63,14 @@ class WritePass:
         self._id_counters = {
             f.name: KeyCounter(work / "ids" / file_name(f.name), share) for f in mapper.features
         }
+        self._names: list[str] = []
         self._tallies = [PartTally([f.name for f in mapper.features]) for _ in PARTS]
 
     def run(
         self, spooled: list[SpooledFile], rule: SplitRule
     ) -> tuple[dict[str, PartInfo], dict[str, dict[str, Any]]]:
         """Writes everything; returns the parts and the summaries of the id counts."""
+        self._names = [entry.info.file for entry in spooled]
         self._listener.phase("write", sum(entry.info.num_bytes for entry in spooled))
         with ThreadPoolExecutor(NUM_THREADS) as pool:
             writers = [PartWriter(self._root, part, pool) for part in PARTS]
@@ -80,8 +83,12 @@ class WritePass:
             while jobs:
                 self._append(*jobs.popleft(), writers)
             files = [writer.close() for writer in writers]
-        tallied = zip(PARTS, self._tallies, files, strict=True)
-        infos = {part: tally.info(written) for part, tally, written in tallied}
+        infos = {
+            part: tally.info(written, writer.group_rows)
+            for part, tally, written, writer in zip(
+                PARTS, self._tallies, files, writers, strict=True
+            )
+        }
         return infos, write_all_id_counts(self._id_counters, self._root)
 
     def _append(
@@ -108,7 +115,11 @@ class WritePass:
             chosen = arrays
             if len(present) > 1:
                 chosen = select_rows(arrays, is_chosen, mapper.schema, mapper.features)
-            rows = mapper.map_arrays(chosen, int(is_chosen.sum()))
+            try:
+                rows = mapper.map_arrays(chosen, int(is_chosen.sum()))
+            except UserError as error:
+                where = f"rows {block.start + 1:,} to {block.stop:,} of raw file"
+                raise UserError(f"{where} {self._names[block.file_index]}: {error}") from None
             assert rows.label_B is not None
             table_rows = {name: v.rows for name, v in mapper.vocabularies.items()}
             mapped[part] = PartBlock(
@@ -141,10 +152,18 @@ class PartTally:
             self._unknown[name] += unknown
             self._missing[name] += missing
 
-    def info(self, files: list[PartFile]) -> PartInfo:
+    def add_rows(self, rows: Rows) -> None:
+        """The same from the rows themselves."""
+        id_tallies = {n: (m.num_ids, m.num_unknown, m.num_missing) for n, m in rows.ids.items()}
+        num_positive = 0 if rows.label_B is None else int(rows.label_B.sum())
+        self.add(rows.num_rows, num_positive, id_tallies)
+
+    def info(self, files: list[PartFile], group_rows: int) -> PartInfo:
         """For the manifest."""
         rate = self._positives / self._rows if self._rows else None
-        return PartInfo(self._rows, files, rate, self._unknown, self._missing, self._ids)
+        return PartInfo(
+            self._rows, files, group_rows, rate, self._unknown, self._missing, self._ids
+        )
 
 
 def write_all_id_counts(counters: dict[str, KeyCounter], root: Path) -> dict[str, dict[str, Any]]:

@@ -9,6 +9,7 @@ import os
 import re
 import sys
 import traceback
+import warnings
 from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
@@ -51,6 +52,7 @@ def main() -> None:
     # Read once, when torch loads. Threads that spin at OpenMP's barriers make steps many times
     # slower as soon as another thread (the loader's, another program's) needs the core.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    warnings.formatwarning = lambda message, *_: f"dlrm: warning: {message}\n"
     sys.exit(run(sys.argv[1:]))
 
 
@@ -116,6 +118,9 @@ def _report(verb: str, error: Exception) -> int:
         return _fail(_explain_override(verb, error), 2)
     if type(error).__module__.split(".")[0] in ("data", "embeddings", "dlrm"):
         return _fail(str(error), 2 if isinstance(error, ValueError) else 1)
+    if isinstance(error, OSError) and error.filename:
+        keys = "data.root=, data.cache=, hydra.run.dir= and out= name other places"
+        return _fail(f"{error.filename}: {error.strerror} ({keys})", 2)
     traceback.print_exception(error)
     return 1
 

@@ -55,10 +55,8 @@ def build_embeddings(
         optimizer = RowOptimizerConfig(name="sgd")
     # Scoring takes what it can get: the trained model doesn't depend on the kernel.
     backend: Backend = "fbgemm" if config.train.backend == "fbgemm" and for_training else "auto"
-    if config.train.backend == "torch" or config.train.precision == "fp64":
+    if config.train.backend == "torch":
         backend = "torch"
-    if config.train.backend == "fbgemm" and config.train.precision == "fp64":
-        raise UserError("train.backend=fbgemm has no fp64; use train.backend=torch or auto")
     try:
         return ShardedEmbeddings(
             tables,

@@ -213,6 +213,8 @@ class ScoreRun:
             raise UserError(f"checkpoint={self.checkpoint}: must be best or latest")
         if self.part not in ("train", "valid", "test"):
             raise UserError(f"part={self.part}: must be train, valid or test")
+        if self.part != "test" and self.data.raw is not None:
+            raise UserError(f"part={self.part} has no meaning with data.raw; leave one out")
 
 
 RUN_CONFIGS: dict[str, type] = {

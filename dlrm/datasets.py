@@ -58,7 +58,8 @@ def make_dataset(data: DataConfig, base: Path, listener: ProgressListener) -> Ma
 
 
 def dataset_root(data: DataConfig, base: Path) -> Path:
-    """The folder of the prepared dataset: `data.root`, or one under `data.cache` named by content.
+    """The folder of the prepared dataset: `data.root`, or one under `data.cache`, named after
+    schema, starting folder and the raw files' names.
 
     Raises:
         UserError: where neither a root nor raw files are given.
@@ -96,6 +97,12 @@ def _raw_inputs(data: DataConfig, base: Path) -> RawInputs:
     for part, name in enumerate(PARTS):
         spec = getattr(data, f"raw_{name}")
         found = expand_inputs(spec, base, f"data.raw_{name}") if spec else []
+        known = {path.resolve(): PARTS[p] for path, p in zip(files, file_parts, strict=True)}
+        for path in found:
+            if path.resolve() in known:
+                raise UserError(
+                    f"data.raw_{name}: {path} is named by data.raw_{known[path.resolve()]} too"
+                )
         files += found
         file_parts += [part] * len(found)
     return RawInputs(files, file_parts)

@@ -254,6 +254,15 @@ class Schedule:
                     f"{total_steps} steps: lower one of them, or set optim.schedule.hold_steps"
                 )
         self._decay_begin = None if hold_steps is None else config.warmup_steps + hold_steps
+        if self._decay_begin is not None and total_steps is not None:
+            end = self._decay_begin + config.decay_steps
+            if end < total_steps and config.decay_steps and config.end_factor == 0:
+                warnings.warn(
+                    f"optim.schedule ends at step {end:,}: the last {total_steps - end:,} of "
+                    f"{total_steps:,} steps have learning rate 0; raise decay_steps or hold_steps, "
+                    "or set end_factor",
+                    stacklevel=2,
+                )
 
     def factor(self, step: int) -> float:
         """Factor at `step`, counted from 0 over the whole training (resumed parts included)."""

@@ -106,6 +106,10 @@ class Recorder:
             if value is not None:
                 self._board.add_scalar(f"{part}/{name}", value, step)
 
+    def samples_at(self, step: int) -> int:
+        """Samples seen by the model after `step` steps, as far as an evaluation recorded it."""
+        return next((h["samples"] for h in self.history if h["step"] == step), self.samples)
+
     def figures(self, epochs: float) -> dict[str, Any]:
         """The `train` part of result.json."""
         total_s = sum(self.step_ms) / 1e3

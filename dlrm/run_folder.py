@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from pathlib import Path
@@ -64,7 +65,8 @@ class RunFolder:
 
 def remove_if_empty(folder: Path) -> None:
     """Removes the output folder that Hydra made for a run that wrote nothing, and empty parents."""
-    for empty in (folder, folder.parent, folder.parent.parent):
-        if not empty.is_dir() or any(empty.iterdir()) or empty == Path.cwd():
-            return
-        empty.rmdir()
+    # Hydra's own layout is outputs/VERB/TIME; of a folder that the user named, only itself goes.
+    is_default = folder.parent.parent.name == "outputs"
+    with contextlib.suppress(OSError):  # Not empty, not ours to remove: then it stays.
+        for empty in (folder, folder.parent, folder.parent.parent) if is_default else (folder,):
+            empty.rmdir()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from data.errors import RawDataError, UserError
 from data.parquet import Order, PreparedDataset
 from data.raw_batches import load_row_mapper, raw_batches
 from data.raw_files import expand_inputs, has_labels
+from data.write_pass import PartTally
 from dlrm.build import build_embeddings, build_model, set_threads
 from dlrm.checkpoint import Checkpoints, load_model
 from dlrm.config import ScoreRun, TrainRun, to_config
@@ -53,6 +56,14 @@ class TrainedModel:
         )
         self.model: DLRM = build_model(self.config, self.dataset.manifest)
         load_model(self.info, self.model, self.embeddings.store)
+        # What is scored: of raw files counted on the way, of a prepared part known.
+        self.tally = PartTally([f.name for f in self.dataset.features])
+
+    def unknown_id_share(self, config: ScoreRun) -> dict[str, float]:
+        """Share of ids without a row of their own in what was scored, by feature."""
+        if config.data.raw is None:
+            return self.dataset.manifest.unknown_id_share(config.part)
+        return self.tally.info([], 0).unknown_id_share()
 
     @property
     def has_no_best(self) -> bool:
@@ -60,9 +71,15 @@ class TrainedModel:
         return self.info.which != self._wanted
 
     def _dataset_root(self, config: ScoreRun) -> Path:
-        result = OmegaConf.to_container(OmegaConf.load(self.run_path / "dataset.json"))
-        assert isinstance(result, dict)
-        root = Path.cwd() / config.data.root if config.data.root else Path(str(result["root"]))
+        path = self.run_path / "dataset.json"
+        if not path.is_file():
+            raise UserError(
+                f"run={config.run}: the run ended before it opened its data (no {path})"
+            )
+        result = json.loads(path.read_text())
+        root = Path(result["root"])
+        if config.data.root is not None:
+            root = Path.cwd() / Path(config.data.root).expanduser()
         found = PreparedDataset(root).manifest.digest()
         if found != result["digest"]:
             raise UserError(
@@ -76,6 +93,8 @@ def run_evaluate(
     config: ScoreRun, run_dir: Path, say: Callable[[str], None] = print
 ) -> dict[str, Any]:
     """Prints and writes the metrics of a trained model."""
+    if config.out is not None:
+        warnings.warn(f"out={config.out} is ignored: `evaluate` writes no rows", stacklevel=2)
     folder = RunFolder(run_dir)
     trained = TrainedModel(config)
     if trained.has_no_best:
@@ -100,8 +119,10 @@ def run_evaluate(
         "split": part,
         "versions": versions(),
         "eval": result.as_dict(),
+        "unknown_id_share": trained.unknown_id_share(config),
     }
     folder.write_json("result.json", values)
+    _warn_of_unknown_ids(trained.unknown_id_share(config), say)
     say(f"{part:<7} {describe_eval(result)}  (model of step {trained.info.step:,})")
     return values
 
@@ -125,8 +146,11 @@ def run_predict(config: ScoreRun, run_dir: Path, say: Callable[[str], None] = pr
         files = expand_inputs(config.data.raw, Path.cwd(), "data.raw")
         batches = _raw_batches(trained, config, files, need_labels=False)
     temporary = out.with_name(out.name + ".partial")
-    num_rows = _write_predictions(trained, batches, temporary)
-    os.replace(temporary, out)
+    try:
+        num_rows = _write_predictions(trained, batches, temporary)
+        os.replace(temporary, out)
+    finally:
+        temporary.unlink(missing_ok=True)
     values = {
         "status": "completed",
         "run": str(trained.run_path),
@@ -134,10 +158,23 @@ def run_predict(config: ScoreRun, run_dir: Path, say: Callable[[str], None] = pr
         "step": trained.info.step,
         "versions": versions(),
         "predictions": {"file": str(out), "rows": num_rows},
+        "unknown_id_share": trained.unknown_id_share(config),
     }
     folder.write_json("result.json", values)
+    _warn_of_unknown_ids(trained.unknown_id_share(config), say)
     say(f"predict {num_rows:,} rows: {out}  (model of step {trained.info.step:,})")
     return out
+
+
+def _warn_of_unknown_ids(shares: dict[str, float], say: Callable[[str], None]) -> None:
+    mostly = {name: share for name, share in shares.items() if share > 0.5}
+    if mostly:
+        worst = sorted(mostly.items(), key=lambda item: -item[1])[:3]
+        shown = ", ".join(f"{name} {share:.0%}" for name, share in worst)
+        say(
+            f"note    most ids of {len(mostly)} feature(s) are unknown to the model ({shown}): is "
+            "this the data that it was trained for?"
+        )
 
 
 def _write_predictions(trained: TrainedModel, batches: Iterator[Batch], path: Path) -> int:
@@ -184,7 +221,9 @@ def _raw_batches(
     if any(labelled) != all(labelled):
         raise UserError("data.raw mixes files with and without labels; predict them apart")
     mapper = load_row_mapper(trained.dataset.root, manifest)
-    return raw_batches(manifest, mapper, files, all(labelled), config.data.batch_size)
+    return raw_batches(
+        manifest, mapper, files, all(labelled), config.data.batch_size, trained.tally
+    )
 
 
 def _stored_config(path: Path) -> TrainRun:

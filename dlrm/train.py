@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from data.parquet import PreparedDataset
+from dlrm.build import set_threads
 from dlrm.config import TrainRun
 from dlrm.datasets import open_dataset
 from dlrm.display import PrepareDisplay
@@ -41,6 +42,7 @@ def run_train(
     Returns:
         What result.json holds.
     """
+    set_threads(config.launch)
     folder = RunFolder(run_dir, overwrite=config.train.overwrite)
     folder.write_text("config.yaml", config_yaml)
     result: dict[str, Any] = {
@@ -48,6 +50,7 @@ def run_train(
         "world_size": 1,
         "seed": config.seed,
         "versions": versions(),
+        "num_threads": torch.get_num_threads(),
         "config_digest": hashlib.sha256(config_yaml.encode()).hexdigest(),
     }
     folder.write_json("result.json", result)
@@ -140,7 +143,7 @@ def _test_best(
         folder.append_metrics(
             {
                 "step": kept.step,
-                "samples": trainer.recorder.samples,
+                "samples": trainer.recorder.samples_at(kept.step),
                 "eval": {"split": part, "model": kept.which, **tested.as_dict()},
             }
         )

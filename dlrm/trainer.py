@@ -63,7 +63,7 @@ class Trainer:
         self.checkpoints = Checkpoints(folder.path)
         self.best = BestTracker()
         self.steps_done = 0
-        self._saved_step = self._evaluated_step = -1
+        self._evaluated_step = -1
         self._display = TrainDisplay(self.total_steps)
         self.recorder = Recorder(folder, self._display, config.train.log_every)
         self._timer = self.recorder.timer
@@ -235,7 +235,6 @@ class Trainer:
             self.dense_optimizer,
             is_best=is_best,
         )
-        self._saved_step = self.steps_done
 
     def load_best(self) -> CheckpointInfo:
         """Puts the best model (the latest, where there is no best) in place of the last."""

@@ -27,7 +27,7 @@ class RowStore:
     never a second copy, so reads through the store see every update.
 
     Attributes:
-        num_steps: optimizer steps begun so far; Adam's global step count, saved with a checkpoint.
+        num_steps: optimizer steps begun so far; Adam's global count.
 
     Args:
         tables: the config of every table that the groups hold shards of.

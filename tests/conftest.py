@@ -117,13 +117,13 @@ def read_part() -> Callable[[Path, str], dict[str, list[Any]]]:
 
 @pytest.fixture(scope="session")
 def tree_digests() -> Callable[[Path], dict[str, str]]:
-    """SHA-256 of every file below a folder, by relative path."""
+    """SHA-256 of every file below a folder but the lock, by relative path."""
 
     def digests(root: Path) -> dict[str, str]:
         return {
             str(path.relative_to(root)): hashlib.sha256(path.read_bytes()).hexdigest()
             for path in sorted(root.rglob("*"))
-            if path.is_file()
+            if path.is_file() and path.name != ".lock"
         }
 
     return digests

@@ -210,8 +210,15 @@ def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
 
 
-@pytest.mark.parametrize("damage", [flip, cut, Path.unlink])
-@pytest.mark.parametrize("name", ["tables/C7.weight.npy", "dense.npz"])
+@pytest.mark.parametrize(
+    ("damage", "name"),
+    [
+        (flip, "tables/C7.weight.npy"),
+        (Path.unlink, "tables/C26.weight.npy"),
+        (flip, "dense.npz"),
+        (cut, "dense.npz"),
+    ],
+)
 def test_a_damaged_file_is_named(
     damage: Callable[[Path], None], name: str, copied: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -222,9 +229,9 @@ def test_a_damaged_file_is_named(
     assert str(latest(copied, "best") / name) in err
     assert "Traceback" not in err
     assert not (out / "result.json").exists()
-    # The other model is whole.
-    more = ["checkpoint=latest", f"hydra.run.dir={copied.parent / 'latest'}"]
-    assert dlrm("evaluate", f"run={copied}", *more) == 0
+    if damage is cut:  # The other model is whole.
+        more = ["checkpoint=latest", f"hydra.run.dir={copied.parent / 'latest'}"]
+        assert dlrm("evaluate", f"run={copied}", *more) == 0
 
 
 @pytest.mark.parametrize("damage", [cut, Path.unlink])

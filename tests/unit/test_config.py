@@ -78,6 +78,7 @@ def refused(build: Any, values: dict[str, Any], key: str) -> None:
         (ScoreRun, {}, "run="),
         (ScoreRun, {"run": "r", "checkpoint": "last"}, "checkpoint=last"),
         (ScoreRun, {"run": "r", "part": "dev"}, "part=dev"),
+        (ScoreRun, {"run": "r", "part": "valid", "data": ScoreDataConfig(raw="a")}, "part=valid"),
         (SyntheticConfig, {"num_train": 0}, "data.synthetic.num_train=0"),
         (SyntheticConfig, {"num_valid": -1}, "data.synthetic.num_valid=-1"),
         (SyntheticConfig, {"cardinality_scale": 0.0}, "data.synthetic.cardinality_scale=0.0"),

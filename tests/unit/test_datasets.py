@@ -182,7 +182,6 @@ def test_generated_data(tmp_path: Path) -> None:
     assert rows(replace(other, overwrite=True), tmp_path) == [70, 20, 10]
 
 
-@pytest.mark.xfail(reason="a reader takes the writer's lock (data/prepare.py, data/synthetic.py)")
 @pytest.mark.parametrize("kind", ["raw", "synthetic"])
 def test_b45_a_finished_dataset_serves_several_runs_at_once(kind: str, tmp_path: Path) -> None:
     """Two runs started together both check the same finished dataset: nobody writes to it."""

@@ -38,8 +38,7 @@ ReadPart = Callable[[Path, str], dict[str, list[Any]]]
 @pytest.fixture(scope="module", autouse=True)
 def small_groups() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        for module in (lanes, parquet):
-            patch.setattr(module, "LANE_GROUP_ROWS", GROUP_ROWS)
+        patch.setattr(lanes, "LANE_GROUP_ROWS", GROUP_ROWS)
         yield
 
 

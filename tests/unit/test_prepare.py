@@ -28,6 +28,7 @@ from data.raw_files import expand_inputs
 from data.schema import DenseColumn, RawFormat, Schema, SparseColumn, Split
 from data.split import PARTS, TEST, TRAIN, VALID, SplitRule
 from data.tokens import key_of_text
+from data.write_pass import PartTally
 
 # Each example writes or reads files: shrinking a failure would take minutes.
 NO_SHRINKING = (Phase.explicit, Phase.reuse, Phase.generate)
@@ -588,7 +589,8 @@ def test_raw_files_read_through_the_manifest_equal_the_prepared_part(
     path = tmp_path / "new.tsv"
     path.write_bytes(b"".join(new))
     mapper = load_row_mapper(root, manifest)
-    found = list(raw_batches(manifest, mapper, [path], labelled, 100))
+    tally = PartTally([f.name for f in manifest.features])
+    found = list(raw_batches(manifest, mapper, [path], labelled, 100, tally))
     (expected,) = PreparedDataset(root).batches("test", Order(100))
     assert len(found) == 1
     order = np.argsort(expected.row_B.numpy())

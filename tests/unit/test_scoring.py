@@ -134,6 +134,22 @@ def test_several_files_are_one_after_the_other(adult: Path) -> None:
     np.testing.assert_allclose(both["probability"][:NUM_TEST], test["probability"], atol=1e-6)
 
 
+def test_ids_that_the_model_does_not_know_are_counted(
+    adult: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    evaluated(adult, "part")
+    evaluated(adult, "raw", f"data.raw={adult / 'test.csv'}")
+    known = read_result(Path("part"))["unknown_id_share"]
+    assert 0 < max(known.values()) < 0.5
+    assert read_result(Path("raw"))["unknown_id_share"] == known
+    assert read_result(adult / "run")["data"]["unknown_id_share"] == known
+    assert "unknown to the model" not in capfd.readouterr().out
+    Path("other.csv").write_text((adult / "test.csv").read_text().replace("Kind", "Sort"))
+    evaluated(adult, "other", "data.raw=other.csv")
+    assert min(read_result(Path("other"))["unknown_id_share"].values()) > 0.5
+    assert "unknown to the model" in capfd.readouterr().out
+
+
 def test_scoring_allocates_no_optimizer_state(adult: Path) -> None:
     trained = TrainedModel(ScoreRun(run=str(adult / "run")))
     assert trained.config.optim.sparse.name == "adagrad"
@@ -184,7 +200,9 @@ def test_what_cannot_be_scored_is_refused(adult: Path, capfd: pytest.CaptureFixt
     Path("short.csv").write_text(test.read_text() + "1, 2, 3\n")
     err = refusal(capfd, "predict", run, "data.raw=short.csv", "out=short.parquet")
     assert f"line {NUM_TEST + 2}" in err
-    assert not Path("short.parquet").exists()
+    assert not list(Path().glob("short.parquet*"))
+    with pytest.warns(UserWarning, match=r"out=x\.parquet is ignored"):
+        assert dlrm("evaluate", run, "out=x.parquet") == 0
 
 
 def test_a_moved_dataset_can_be_named_and_another_is_refused(
