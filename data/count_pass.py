@@ -22,8 +22,8 @@ from data.tokens import MISSING
 from data.transform import Moments
 from data.vocabulary import Vocabulary, build_dictionary, map_dictionary
 
-_COUNTER_BYTES = 192 << 20
-_DICTIONARY_BYTES_IN_MEMORY = 448 << 20
+_COUNTER_BYTES = 128 << 20
+_DICTIONARY_BYTES_IN_MEMORY = 256 << 20
 
 
 class CountPass:

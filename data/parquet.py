@@ -188,6 +188,8 @@ class _LaneReader:
                 for lane in range(first_lane, last_lane)
             ]
             size = order.global_batch_size
+            for lane in lanes if order.start_batch == 0 else ():
+                lane.request_first()  # All first row groups before any second: a quick first batch.
             for start in range(order.start_batch * size, self._num_rows, size):
                 stop = min(start + size, self._num_rows)
                 pieces = [
@@ -307,6 +309,11 @@ class _Lane:
         self._number = -1
         self._current: Columns | None = None
         self._next: tuple[int, Future[Columns]] | None = None
+
+    def request_first(self) -> None:
+        """Begins to read the first row group."""
+        if self._groups:
+            self._next = (0, self._request(0))
 
     def take(self, start: int, stop: int) -> list[tuple[Columns, int, int]]:
         """Indices `start … stop-1` as (columns, first, last + 1) pieces, in order."""

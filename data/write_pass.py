@@ -25,7 +25,7 @@ from data.progress import ProgressListener
 from data.row_mapper import RowMapper
 from data.split import PARTS, TRAIN, SplitRule
 
-_COUNTER_BYTES = 96 << 20
+_COUNTER_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)

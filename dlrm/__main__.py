@@ -49,9 +49,11 @@ _NUMBER_OR_BOOL = re.compile(
 
 def main() -> None:
     """Runs the command and exits."""
-    # Read once, when torch loads. Threads that spin at OpenMP's barriers make steps many times
-    # slower as soon as another thread (the loader's, another program's) needs the core.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # Read once, when torch loads. Threads that spin long at OpenMP's barriers make steps several
+    # times slower when another program needs a core; threads that never spin wake up late. A short
+    # spin costs little either way (docs/benchmarks.md, "Waiting threads").
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     warnings.formatwarning = lambda message, *_: f"dlrm: warning: {message}\n"
     sys.exit(run(sys.argv[1:]))
 
