@@ -11,6 +11,7 @@ from typing import Any
 from data.errors import UserError
 from data.files import write_whole
 
+NOT_FINISHED = "failed: not finished"
 _FILES = (
     "config.yaml",
     "dataset.json",
@@ -27,7 +28,8 @@ class RunFolder:
 
     Args:
         path: the folder; made where it is missing.
-        overwrite: use it although it holds files; those of an earlier run are removed.
+        overwrite: use it although it holds files; those of an earlier run are removed. A run that
+            failed before it kept a model may always be overwritten.
 
     Raises:
         UserError: for a folder that holds files.
@@ -37,10 +39,10 @@ class RunFolder:
         self.path = path
         path.mkdir(parents=True, exist_ok=True)
         used = sorted(entry.name for entry in path.iterdir())
-        if used and not overwrite:
+        if used and not overwrite and not _failed_before_a_model(path):
             raise UserError(
                 f"hydra.run.dir={path} is used (it holds {', '.join(used[:4])}); choose another "
-                "folder or set train.overwrite=true"
+                "folder (of `dlrm train`: or set train.overwrite=true)"
             )
         for name in _FILES:
             (path / name).unlink(missing_ok=True)
@@ -61,6 +63,17 @@ class RunFolder:
         """Adds a line to metrics.jsonl."""
         with open(self.path / "metrics.jsonl", "a") as opened:
             opened.write(json.dumps(line) + "\n")
+
+
+def _failed_before_a_model(path: Path) -> bool:
+    """Whether the folder holds nothing but a run that failed at its start: nothing to lose."""
+    try:
+        status = json.loads((path / "result.json").read_text())["status"]
+    except (OSError, ValueError, KeyError):
+        return False
+    # "not finished" is what a run says while it goes.
+    has_failed = str(status).startswith("failed") and status != NOT_FINISHED
+    return has_failed and not (path / "checkpoints").exists()
 
 
 def remove_if_empty(folder: Path) -> None:

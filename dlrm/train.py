@@ -19,7 +19,7 @@ from dlrm.display import PrepareDisplay
 from dlrm.metrics import BinaryMetrics, EvalResult
 from dlrm.optim import describe_semantics
 from dlrm.report import write_report
-from dlrm.run_folder import RunFolder
+from dlrm.run_folder import NOT_FINISHED, RunFolder
 from dlrm.scoring import teacher_result
 from dlrm.trainer import Trainer, eval_figures
 
@@ -46,7 +46,7 @@ def run_train(
     folder = RunFolder(run_dir, overwrite=config.train.overwrite)
     folder.write_text("config.yaml", config_yaml)
     result: dict[str, Any] = {
-        "status": "failed: not finished",
+        "status": NOT_FINISHED,
         "world_size": 1,
         "seed": config.seed,
         "versions": versions(),

@@ -298,3 +298,27 @@ def test_checkpoints_are_those_of_latest_and_best_only(run_dir: Path) -> None:
     kept = {latest(run_dir, which).name for which in ("latest", "best")}
     assert folders == kept
     assert json.loads((latest(run_dir) / "checkpoint.json").read_text())["step"] == RUN_STEPS
+
+
+@pytest.mark.parametrize(
+    ("status", "has_model", "is_refused"),
+    [
+        ("failed: UserError: no such file", False, False),
+        ("failed: UserError: no such file", True, True),
+        ("failed: not finished", False, True),
+        ("completed", False, True),
+    ],
+)
+def test_a_run_that_failed_at_its_start_may_be_repeated(
+    tmp_path: Path, status: str, has_model: bool, is_refused: bool
+) -> None:
+    """Correct a typo in `data.raw` and start again in the same folder; anything else is kept."""
+    RunFolder(tmp_path / "run").write_json("result.json", {"status": status})
+    if has_model:
+        (tmp_path / "run" / "checkpoints").mkdir()
+    if is_refused:
+        with pytest.raises(UserError, match="used"):
+            RunFolder(tmp_path / "run")
+    else:
+        RunFolder(tmp_path / "run")
+        assert not (tmp_path / "run" / "result.json").exists()
