@@ -12,11 +12,11 @@ from pathlib import Path
 import numpy as np
 
 from data.batch import Batch
+from data.columns import Bags, Columns, assemble_batch
 from data.errors import RawDataError, UserError
 from data.files import file_name
 from data.lanes import Rows
 from data.manifest import Manifest
-from data.parquet import Bags, Columns, assemble_batch
 from data.raw import RawReader
 from data.row_mapper import RowMapper
 from data.schema import Feature

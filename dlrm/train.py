@@ -121,7 +121,7 @@ def _announce_model(config: TrainRun, trainer: Trainer, say: Callable[[str], Non
     )
     say(f"tables  {trainer.embeddings.backend_message}")
     for line in describe_semantics(config.optim):
-        say(f"optim   {line}")
+        say(f"optim   {line.removeprefix('optimizers: ')}")
     say(
         f"run     {trainer.total_steps:,} steps of global batch {config.data.batch_size:,} "
         f"(one process: local batch the same); {trainer.folder.path}"
