@@ -88,7 +88,7 @@ def keys(node: Any, prefix: str = "") -> set[str]:
     return found
 
 
-# ARCHITECTURE.md, section 5, "Keys", as far as they exist: people's scripts use these names.
+# Fixed keys, as far as they exist: people's scripts use these names.
 FIXED = {
     "data.raw",
     "data.raw_train",

@@ -1,4 +1,4 @@
-"""Equal runs are equal to the bit (ARCHITECTURE.md, section 5, "Sameness", rule 1)."""
+"""Equal runs are equal to the bit (docs/architecture.md, "The same model")."""
 
 from __future__ import annotations
 

@@ -128,5 +128,5 @@ def test_importing_every_module_does_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_packages_are_no_subpackages(package: str) -> None:
-    """The import name is the folder's name (ARCHITECTURE.md, section 4)."""
+    """The import name is the folder's name."""
     assert (CHECKOUT / package / "__init__.py").is_file()

@@ -63,7 +63,7 @@ def test_all_files_are_there_and_no_others(run_dir: Path) -> None:
 
 
 Number = (int, float)
-# ARCHITECTURE.md, section 5; a tuple holds the types that are allowed.
+# docs/formats.md, section 12; a tuple holds the types that are allowed.
 RESULT_TYPES: dict[str, Any] = {
     "status": str,
     "world_size": int,
