@@ -337,8 +337,7 @@ def _generate(
             for start, stop, chunk in _chunks(teacher, begin, size, pool):
                 rows = _rows_of(schema, features, chunk, start, stop)
                 writer.append(rows.to_table(features, table_rows))
-                id_tallies = {n: (m.num_ids, 0, m.num_missing) for n, m in rows.ids.items()}
-                tally.add(rows.num_rows, int(chunk.label_B[start:stop].sum()), id_tallies)
+                tally.add_rows(rows)
                 for name, mapped in rows.ids.items() if number == TRAIN else ():
                     counters[name].add(mapped.used_rows, mapped.used_counts)
                 listener.advance(_ROW_BYTES * (stop - start), stop - start)

@@ -125,12 +125,15 @@ class WritePass:
             mapped[part] = PartBlock(
                 table=rows.to_table(mapper.features, table_rows),
                 num_positive=int(rows.label_B.sum()),
-                id_tallies={
-                    name: (m.num_ids, m.num_unknown, m.num_missing) for name, m in rows.ids.items()
-                },
+                id_tallies=id_tallies(rows),
                 used_ids={name: (m.used_rows, m.used_counts) for name, m in rows.ids.items()},
             )
         return mapped
+
+
+def id_tallies(rows: Rows) -> dict[str, tuple[int, int, int]]:
+    """By feature: ids, unknown and missing ones among them."""
+    return {name: (m.num_ids, m.num_unknown, m.num_missing) for name, m in rows.ids.items()}
 
 
 class PartTally:
@@ -154,9 +157,8 @@ class PartTally:
 
     def add_rows(self, rows: Rows) -> None:
         """The same from the rows themselves."""
-        id_tallies = {n: (m.num_ids, m.num_unknown, m.num_missing) for n, m in rows.ids.items()}
         num_positive = 0 if rows.label_B is None else int(rows.label_B.sum())
-        self.add(rows.num_rows, num_positive, id_tallies)
+        self.add(rows.num_rows, num_positive, id_tallies(rows))
 
     def info(self, files: list[PartFile], group_rows: int) -> PartInfo:
         """For the manifest."""

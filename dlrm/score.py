@@ -100,14 +100,8 @@ def run_evaluate(
     if trained.has_no_best:
         say(NO_BEST)
     precision = trained.config.train.precision
-    if config.data.raw is None:
-        trained.dataset.check(config.part)
-        part = config.part
-        batches = trained.dataset.batches(part, Order(config.data.batch_size))
-    else:
-        part = "raw"
-        files = expand_inputs(config.data.raw, Path.cwd(), "data.raw")
-        batches = _raw_batches(trained, config, files, need_labels=True)
+    part = config.part if config.data.raw is None else "raw"
+    batches = _batches(trained, config, need_labels=True)
     metrics = evaluate(trained.model, trained.embeddings, batches, precision)
     result = metrics.result()
     write_evaluation(folder, part, metrics, [])
@@ -139,12 +133,7 @@ def run_predict(config: ScoreRun, run_dir: Path, say: Callable[[str], None] = pr
         if out.exists():
             raise UserError(f"out={out} exists; name another file or remove it")
         out.parent.mkdir(parents=True, exist_ok=True)
-    if config.data.raw is None:
-        trained.dataset.check(config.part)
-        batches = trained.dataset.batches(config.part, Order(config.data.batch_size))
-    else:
-        files = expand_inputs(config.data.raw, Path.cwd(), "data.raw")
-        batches = _raw_batches(trained, config, files, need_labels=False)
+    batches = _batches(trained, config, need_labels=False)
     temporary = out.with_name(out.name + ".partial")
     try:
         num_rows = _write_predictions(trained, batches, temporary)
@@ -207,9 +196,12 @@ def _write_predictions(trained: TrainedModel, batches: Iterator[Batch], path: Pa
     return num_rows
 
 
-def _raw_batches(
-    trained: TrainedModel, config: ScoreRun, files: list[Path], *, need_labels: bool
-) -> Iterator[Batch]:
+def _batches(trained: TrainedModel, config: ScoreRun, *, need_labels: bool) -> Iterator[Batch]:
+    """What is to be scored: a prepared part, or raw files through the stored vocabulary."""
+    if config.data.raw is None:
+        trained.dataset.check(config.part)
+        return trained.dataset.batches(config.part, Order(config.data.batch_size))
+    files = expand_inputs(config.data.raw, Path.cwd(), "data.raw")
     manifest = trained.dataset.manifest
     labelled = [has_labels(path, manifest.schema) for path in files]
     if need_labels and not all(labelled):
