@@ -11,6 +11,7 @@ import sys
 import traceback
 import warnings
 from dataclasses import is_dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -100,76 +101,73 @@ def _run_verb(verb: str, arguments: list[str]) -> int:
         print(f"dlrm: {problem}", file=sys.stderr)
         return 1
     try:
-        failures = _compose_and_run(verb, arguments)
+        _check_torchrun(verb, arguments)
+        return _compose_and_run(verb, arguments)
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else 1
     except KeyboardInterrupt:
         print("dlrm: interrupted", file=sys.stderr)
         return 130
     except Exception as error:
-        failures = [error]
-    return max((_report(verb, error) for error in failures), default=0)
+        return _report(verb, error)
 
 
-def _report(verb: str, error: Exception) -> int:
-    """Prints an error as its kind deserves; returns the exit status that goes with it."""
+def _check_torchrun(verb: str, arguments: list[str]) -> None:
+    """Of the verbs, `train` alone joins an outer torchrun, as one of its ranks."""
+    from data.errors import UserError
+    from dlrm.launch import check_torchrun_arguments, under_torchrun
+
+    if not under_torchrun():
+        return
+    if verb != "train":
+        raise UserError(f"`dlrm {verb}` doesn't run under torchrun, only `dlrm train` does")
+    check_torchrun_arguments(arguments)
+
+
+def _report(verb: str, error: Exception, job: str = "") -> int:
+    """Prints an error as its kind deserves, after the name of its job in a sweep; returns the exit
+    status that goes with it."""
     import hydra.errors
     import omegaconf.errors
 
     if isinstance(error, (hydra.errors.HydraException, omegaconf.errors.OmegaConfBaseException)):
-        return _fail(_explain_override(verb, error), 2)
+        return _fail(job + _explain_override(verb, error), 2)
     if type(error).__module__.split(".")[0] in ("data", "embeddings", "dlrm"):
-        return _fail(str(error), 2 if isinstance(error, ValueError) else 1)
+        return _fail(job + str(error), 2 if isinstance(error, ValueError) else 1)
     if isinstance(error, OSError) and error.filename:
         keys = "data.root=, data.cache=, hydra.run.dir= and out= name other places"
-        return _fail(f"{error.filename}: {error.strerror} ({keys})", 2)
+        return _fail(f"{job}{error.filename}: {error.strerror} ({keys})", 2)
+    if job:
+        _fail(f"{job}failed", 1)
     traceback.print_exception(error)
     return 1
 
 
-def _compose_and_run(verb: str, arguments: list[str]) -> list[Exception]:
+def _compose_and_run(verb: str, arguments: list[str]) -> int:
     """Hydra parses `arguments` and composes `conf/VERB.yaml`; then the verb runs, once per job.
 
     Returns:
-        What the jobs raised.
+        The exit status of the job, or of the worst one.
     """
-    failures: list[Exception] = []
     # Hydra would print errors itself and always exit with 1; with this it lets them through.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     import hydra
-    from omegaconf import DictConfig
 
     from dlrm.config import register
+    from dlrm.hydra_jobs import Jobs, register_sweeper
 
     register()
-
-    @hydra.main(version_base="1.3", config_path="pkg://conf", config_name=verb)
-    def job(composed: DictConfig) -> None:
-        from hydra.core.hydra_config import HydraConfig
-        from omegaconf import OmegaConf
-
-        from dlrm.config import to_config
-        from dlrm.run_folder import remove_if_empty
-
-        # Kept and reported at the end: of a sweep, the other jobs run all the same.
-        try:
-            config = to_config(composed)
-            run_dir = Path(HydraConfig.get().runtime.output_dir)
-            text = OmegaConf.to_yaml(composed, resolve=True)
-            _dispatch(verb, config, text, run_dir)
-        except Exception as error:
-            failures.append(error)
-            remove_if_empty(Path(HydraConfig.get().runtime.output_dir))
-
+    register_sweeper()
+    jobs = Jobs(partial(_dispatch, verb), partial(_report, verb))
     saved, sys.argv = sys.argv, [f"dlrm {verb}", *(_keep_text(verb, a) for a in arguments)]
     try:
-        job()
+        hydra.main(version_base="1.3", config_path="pkg://conf", config_name=verb)(jobs)()
     finally:
         sys.argv = saved
-    return failures
+    return jobs.status
 
 
-def _dispatch(verb: str, config: Any, text: str, run_dir: Path) -> Any:
+def _dispatch(verb: str, config: Any, text: str, run_dir: Path, is_sweep: bool) -> Any:
     if verb == "prepare":
         from dlrm.prepare import run_prepare
 
@@ -177,7 +175,8 @@ def _dispatch(verb: str, config: Any, text: str, run_dir: Path) -> Any:
     if verb == "train":
         from dlrm.train import run_train
 
-        return run_train(config, text, run_dir)
+        # The jobs of a sweep share nothing: none inherits another's memory, threads or caches.
+        return run_train(config, text, run_dir, fresh_processes=is_sweep)
     from dlrm.score import run_evaluate, run_predict
 
     return (run_evaluate if verb == "evaluate" else run_predict)(config, run_dir)

@@ -9,9 +9,12 @@ import torch
 from data.errors import UserError
 from data.manifest import Manifest
 from dlrm.config import LaunchConfig, TrainRun
+from dlrm.launch import WorkerContext
 from dlrm.model import DLRM, check_table_names, table_dim
+from embeddings.communicator import Communicator, ProcessGroup, SingleProcess
+from embeddings.plan import Plan
 from embeddings.row_optim import RowOptimizerConfig, RowOptimizerName
-from embeddings.sharded import Backend, ShardedEmbeddings
+from embeddings.sharded import Backend, ShardedEmbeddings, Wire
 from embeddings.table import FeatureConfig, Pooling, TableConfig
 
 PRECISION_DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}
@@ -35,12 +38,18 @@ def build_tables(
 
 
 def build_embeddings(
-    config: TrainRun, manifest: Manifest, *, for_training: bool = True
+    config: TrainRun,
+    manifest: Manifest,
+    *,
+    for_training: bool = True,
+    plan: Plan | None = None,
+    comm: Communicator | None = None,
 ) -> ShardedEmbeddings:
-    """The tables, with start values; without optimizer state where nothing is trained.
+    """This rank's part of the tables, with start values; without optimizer state where nothing is
+    trained.
 
     Raises:
-        UserError: for a backend that can't be had.
+        UserError: for a backend or a plan that can't be had.
     """
     tables, features = build_tables(config, manifest)
     sparse = config.optim.sparse
@@ -64,6 +73,9 @@ def build_embeddings(
             optimizer,
             dtype=PRECISION_DTYPES[config.train.precision],
             seed=config.seed,
+            plan=plan,
+            comm=comm,
+            wire=cast(Wire, config.sharding.wire),
             backend=backend,
             accumulate=config.train.accumulate,
             clip_norm=config.optim.clip_norm,
@@ -85,6 +97,15 @@ def build_model(config: TrainRun, manifest: Manifest) -> DLRM:
         seed=config.seed,
     )
     return model.to(PRECISION_DTYPES[config.train.precision])
+
+
+def communicator(context: WorkerContext) -> Communicator:
+    """The ranks of a run, as the tables and the dense network communicate with them."""
+    if context.world_size == 1:
+        return SingleProcess()
+    comm = ProcessGroup()
+    comm.on_wait = context.heartbeat.waiting
+    return comm
 
 
 def set_threads(launch: LaunchConfig) -> None:

@@ -6,6 +6,7 @@ and nothing below `dlrm/__main__.py` knows of Hydra or OmegaConf.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from data.schema import Schema
 from data.synthetic import SyntheticConfig
 from dlrm.model import ModelConfig
 from dlrm.optim import OptimConfig
+from dlrm.sharding import ShardingConfig
 
 
 @dataclass
@@ -91,6 +93,8 @@ class TrainConfig:
     """Micro-batches that a batch is cut into; gradients are summed, then applied once."""
     backend: str = "auto"
     """Kernel of the tables: `torch`, `fbgemm`, or `auto`: fbgemm where it is legal and loads."""
+    overlap: bool = True
+    """Hide what travels between processes behind computation; equal to the bit, on or off."""
     resume: str | None = None
     """Not built yet."""
     overwrite: bool = False
@@ -125,24 +129,54 @@ class LaunchConfig:
     """Processes and devices."""
 
     nproc: int = 1
-    """Worker processes; only 1 so far."""
+    """Worker processes on this host."""
+    ranks_per_host: int | None = None
+    """Ranks that count as one host for `sharding=table_row_wise`; null: `nproc`."""
     device: str = "cpu"
-    """Device of the dense network and the tables; only `cpu` so far."""
+    """Device of the dense network and the tables: `cpu` or `cuda`; only `cpu` is built so far."""
     num_threads: int | None = None
-    """Threads of torch; null: one per core."""
+    """Threads of torch in a worker; null: cores / workers, at least 1, and no more than
+    OMP_NUM_THREADS where that is set. One process keeps torch's default."""
+    timeout_s: float = 300.0
+    """A collective that takes longer, or a worker that shows no sign of life for longer, ends the
+    run."""
 
     def __post_init__(self) -> None:
-        if self.nproc != 1:
+        for name in ("nproc", "ranks_per_host", "num_threads"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UserError(f"launch.{name}={value}: must be at least 1")
+        if not 0 < self.timeout_s < math.inf:
+            raise UserError(f"launch.timeout_s={self.timeout_s:g}: must be a number above 0")
+        if self.device not in ("cpu", "cuda"):
+            raise UserError(f"launch.device={self.device}: must be cpu or cuda")
+        if self.device == "cuda":
+            self._check_cuda()
+        self._check_hosts()
+
+    def _check_cuda(self) -> None:
+        import torch
+
+        if not torch.cuda.is_available():
+            raise UserError("launch.device=cuda: torch finds no GPU here. Set launch.device=cpu")
+        if self.nproc > torch.cuda.device_count():
             raise UserError(
-                f"launch.nproc={self.nproc}: training runs in one process so far; sharding over "
-                "several isn't built yet. Set launch.nproc=1"
+                f"launch.nproc={self.nproc} exceeds the {torch.cuda.device_count()} GPUs here: "
+                "each worker needs one. Lower launch.nproc or set launch.device=cpu"
             )
-        if self.device != "cpu":
+        raise UserError("launch.device=cuda: only the CPU is built so far. Set launch.device=cpu")
+
+    def _check_hosts(self) -> None:
+        from dlrm.launch import under_torchrun
+
+        # Under torchrun the number of ranks is torchrun's.
+        if self.ranks_per_host is None or under_torchrun():
+            return
+        if self.nproc % self.ranks_per_host:
             raise UserError(
-                f"launch.device={self.device}: only the CPU is built so far. Set launch.device=cpu"
+                f"launch.ranks_per_host={self.ranks_per_host} doesn't divide "
+                f"launch.nproc={self.nproc}: hosts of unequal size aren't built"
             )
-        if self.num_threads is not None and self.num_threads < 1:
-            raise UserError(f"launch.num_threads={self.num_threads}: must be at least 1")
 
 
 @dataclass
@@ -152,6 +186,7 @@ class TrainRun:
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
+    sharding: ShardingConfig = field(default_factory=ShardingConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     seed: int = 0
@@ -204,6 +239,8 @@ class ScoreRun:
     out: str | None = None
     """`dlrm predict`: the parquet file to write; null: predictions.parquet in the output folder."""
     data: ScoreDataConfig = field(default_factory=ScoreDataConfig)
+    sharding: ShardingConfig = field(default_factory=ShardingConfig)
+    """Where the tables go now; it needn't be where they were trained."""
     launch: LaunchConfig = field(default_factory=LaunchConfig)
 
     def __post_init__(self) -> None:

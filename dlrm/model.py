@@ -163,9 +163,16 @@ class DLRM(nn.Module):
 
         The logits have the parameters' dtype, under autocast too.
         """
+        return self.forward_pooled(self.forward_dense(dense_BN), pooled_BS)
+
+    def forward_dense(self, dense_BN: Tensor) -> Tensor | None:
+        """The part that needs no embeddings: `(B, D)`, or None without dense features."""
         assert dense_BN.shape[1] == self.num_dense, dense_BN.shape
+        return None if self.bottom is None else self.bottom(dense_BN)
+
+    def forward_pooled(self, bottom_BD: Tensor | None, pooled_BS: Tensor) -> Tensor:
+        """The part from the pooled embeddings on: `(B,)` logits."""
         assert pooled_BS.shape[1] == self.feature_offsets[-1], pooled_BS.shape
-        bottom_BD = None if self.bottom is None else self.bottom(dense_BN)
         hidden_B = self.top(self.interaction(bottom_BD, pooled_BS))
         with torch.autocast(hidden_B.device.type, enabled=False):
             logits_B1 = self.head(hidden_B.to(self.head.weight.dtype))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,17 +14,33 @@ from dlrm.display import TrainDisplay
 from dlrm.metrics import EvalResult
 from dlrm.run_folder import RunFolder
 
-PHASES = ("data_wait", "plan", "lookup", "forward", "backward", "apply", "dense_update")
+PHASES = (
+    "data_wait",
+    "plan",
+    "lookup",
+    "forward",
+    "backward",
+    "dense_reduce",
+    "apply",
+    "dense_update",
+)
 
 
 class PhaseTimer:
-    """Adds up the wall time of a step's phases."""
+    """Adds up the wall time of a step's phases.
+
+    Attributes:
+        total_s: by phase.
+        on_phase: told whenever one begins.
+    """
 
     def __init__(self) -> None:
         self.total_s = dict.fromkeys(PHASES, 0.0)
+        self.on_phase: Callable[[str], None] = lambda phase: None
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
+        self.on_phase(phase)
         start = time.perf_counter()
         try:
             yield
@@ -39,11 +55,17 @@ class Recorder:
         folder: where the lines go.
         display: shows the same lines.
         log_every: steps per line.
+        writes: False on all ranks but the first: figures are kept, nothing is written.
     """
 
-    def __init__(self, folder: RunFolder, display: TrainDisplay, log_every: int) -> None:
+    def __init__(
+        self, folder: RunFolder, display: TrainDisplay, log_every: int, *, writes: bool = True
+    ) -> None:
         self._folder, self._display, self._log_every = folder, display, log_every
-        self._board = SummaryWriter(logdir=str(folder.path / "tensorboard"), flush_secs=10)
+        self._writes = writes
+        self._board = SummaryWriter(
+            logdir=str(folder.path / "tensorboard"), flush_secs=10, write_to_disk=writes
+        )
         self.timer = PhaseTimer()
         self.step_ms: list[float] = []
         self.history: list[dict[str, Any]] = []
@@ -133,5 +155,7 @@ class Recorder:
         self._board.close()
 
     def _write(self, line: dict[str, Any]) -> None:
+        if not self._writes:
+            return
         self._folder.append_metrics(line)
         self._display.log(line)

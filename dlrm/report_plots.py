@@ -1,4 +1,4 @@
-"""The plots of `report.html`, each an inline SVG element of the same bytes for the same numbers.
+"""The plots of `report.html` and `sweep.html`: inline SVG, the same bytes for the same numbers.
 
 Every function takes finite numbers, at least one row of them, and knows nothing of run folders.
 matplotlib is used through its objects only: no pyplot, so no state is shared with the caller, and
@@ -166,6 +166,33 @@ def roc(curve: FloatArray, auc: float | None) -> Markup:
         axes.legend(loc="lower right")
 
     return _svg("roc", "ROC curve", draw, HALF_INCHES)
+
+
+def bars(title: str, labels: list[str], values: dict[str, list[float]], unit: str) -> Markup:
+    """Horizontal bars, the first on top, each stacked of the parts in `values` (`""`: no legend).
+
+    Args:
+        title: for readers who can't see it.
+        labels: of the bars.
+        values: by the name of a part, one number for each bar.
+        unit: of the numbers.
+    """
+
+    def draw(axes: Axes) -> None:
+        left = np.zeros(len(labels))
+        rows = np.arange(len(labels))
+        for colour, (part, numbers) in zip((BLUE, ORANGE, GREY), values.items(), strict=False):
+            axes.barh(rows, numbers, left=left, color=colour, height=0.7, label=part or None)
+            left += numbers
+        axes.set_yticks(rows, labels)
+        axes.invert_yaxis()
+        axes.grid(visible=False, axis="y")
+        axes.set_xlabel(unit)
+        if "" not in values:
+            axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+
+    name = re.sub(r"[^a-z]+", "-", title.lower())
+    return _svg(name, title, draw, (WIDE_INCHES[0], 0.9 + 0.28 * len(labels)))
 
 
 def _draw_best(axes: Axes, best: float | None) -> None:

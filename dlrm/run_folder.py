@@ -20,6 +20,7 @@ _FILES = (
     "evaluation.json",
     "result.json",
     "report.html",
+    "failures.txt",
 )
 
 
@@ -37,6 +38,17 @@ class RunFolder:
 
     def __init__(self, path: Path, *, overwrite: bool = False) -> None:
         self.path = path
+        self._claim(overwrite=overwrite)
+
+    @classmethod
+    def of_this_run(cls, path: Path) -> RunFolder:
+        """The folder that another process of this run has claimed; nothing in it is touched."""
+        folder = cls.__new__(cls)
+        folder.path = path
+        return folder
+
+    def _claim(self, *, overwrite: bool) -> None:
+        path = self.path
         path.mkdir(parents=True, exist_ok=True)
         used = sorted(entry.name for entry in path.iterdir())
         if used and not overwrite and not _failed_before_a_model(path):
@@ -58,6 +70,10 @@ class RunFolder:
     def write_json(self, name: str, values: Any) -> None:
         """Writes a JSON file; NaN and infinity are refused, as JSON has none."""
         self.write_text(name, json.dumps(values, indent=1, allow_nan=False) + "\n")
+
+    def read_json(self, name: str) -> Any:
+        """Reads what `write_json` wrote."""
+        return json.loads((self.path / name).read_text())
 
     def append_metrics(self, line: dict[str, Any]) -> None:
         """Adds a line to metrics.jsonl."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,73 +22,120 @@ from data.parquet import Order, PreparedDataset
 from data.raw_batches import load_row_mapper, raw_batches
 from data.raw_files import expand_inputs, has_labels
 from data.write_pass import PartTally
-from dlrm.build import build_embeddings, build_model, set_threads
-from dlrm.checkpoint import Checkpoints, load_model
+from dlrm.build import build_embeddings, build_model, communicator, set_threads
+from dlrm.checkpoint import CheckpointInfo, Checkpoints, load_model
 from dlrm.config import ScoreRun, TrainRun, to_config
+from dlrm.launch import WorkerContext, launch, single_process
 from dlrm.model import DLRM
 from dlrm.run_folder import RunFolder
 from dlrm.scoring import evaluate, score_batches
+from dlrm.sharding import make_plan
 from dlrm.train import NO_BEST, describe_eval, versions, write_evaluation
+from embeddings.communicator import Communicator
+from embeddings.plan import Plan
 from embeddings.sharded import ShardedEmbeddings
 
 
-class TrainedModel:
-    """The model of a run folder, ready to score; optimizer state is not loaded.
+@dataclass(frozen=True)
+class ScoreTask:
+    """What every rank gets: a run, checked, and where its tables go now.
 
-    Args:
-        config: which run and which of its models.
+    Attributes:
+        config: what is to be scored.
+        run_path: the run's folder.
+        stored: the run's own configuration.
+        info: which of its models.
+        dataset_root: the dataset that it was trained on.
+        plan: who holds which rows; it needn't be the plan of the training.
+        run_dir: the output folder, claimed.
+    """
+
+    config: ScoreRun
+    run_path: Path
+    stored: TrainRun
+    info: CheckpointInfo
+    dataset_root: Path
+    plan: Plan
+    run_dir: Path
+
+
+def make_task(config: ScoreRun, run_dir: Path, say: Callable[[str], None]) -> ScoreTask:
+    """Opens the run.
 
     Raises:
         UserError: where the run, its model or its dataset is missing, or the dataset has changed.
     """
+    assert config.run is not None
+    run_path = Path.cwd() / Path(config.run).expanduser()
+    path = run_path / "config.yaml"
+    if not path.is_file():
+        raise UserError(f"run={config.run}: no run folder (no config.yaml in {run_path})")
+    stored = _stored_config(path)
+    info = Checkpoints(run_path).find(config.checkpoint)
+    if info.which != config.checkpoint:
+        say(NO_BEST)
+    root = _dataset_root(config, run_path)
+    placed = replace(stored, sharding=config.sharding, launch=config.launch)
+    layout = make_plan(placed, PreparedDataset(root), config.launch.nproc)
+    return ScoreTask(config, run_path, stored, info, root, layout.plan, run_dir)
 
-    def __init__(self, config: ScoreRun) -> None:
-        assert config.run is not None
-        self.run_path = Path.cwd() / Path(config.run).expanduser()
-        stored = self.run_path / "config.yaml"
-        if not stored.is_file():
-            raise UserError(f"run={config.run}: no run folder (no config.yaml in {self.run_path})")
-        self.config = _stored_config(stored)
-        self._wanted = config.checkpoint
-        self.info = Checkpoints(self.run_path).find(config.checkpoint)
-        self.dataset = PreparedDataset(self._dataset_root(config))
-        set_threads(config.launch)
-        self.embeddings: ShardedEmbeddings = build_embeddings(
-            self.config, self.dataset.manifest, for_training=False
+
+def _dataset_root(config: ScoreRun, run_path: Path) -> Path:
+    path = run_path / "dataset.json"
+    if not path.is_file():
+        raise UserError(f"run={config.run}: the run ended before it opened its data (no {path})")
+    result = json.loads(path.read_text())
+    root = Path(result["root"])
+    if config.data.root is not None:
+        root = Path.cwd() / Path(config.data.root).expanduser()
+    found = PreparedDataset(root).manifest.digest()
+    if found != result["digest"]:
+        raise UserError(
+            f"the dataset in {root} isn't the one that the run was trained on (its digest "
+            "differs): vocabularies may differ too. Name the right one with data.root="
         )
-        self.model: DLRM = build_model(self.config, self.dataset.manifest)
-        load_model(self.info, self.model, self.embeddings.store)
+    return root
+
+
+class TrainedModel:
+    """One rank's part of a run's model, ready to score; optimizer state is not loaded.
+
+    Args:
+        task: the opened run.
+        comm: the ranks.
+    """
+
+    def __init__(self, task: ScoreTask, comm: Communicator) -> None:
+        self.task, self.comm = task, comm
+        self.precision = task.stored.train.precision
+        self.dataset = PreparedDataset(task.dataset_root)
+        placed = replace(task.stored, sharding=task.config.sharding)
+        self.embeddings: ShardedEmbeddings = build_embeddings(
+            placed, self.dataset.manifest, for_training=False, plan=task.plan, comm=comm
+        )
+        self.model: DLRM = build_model(task.stored, self.dataset.manifest)
+        load_model(task.info, self.model, self.embeddings)
         # What is scored: of raw files counted on the way, of a prepared part known.
         self.tally = PartTally([f.name for f in self.dataset.features])
 
-    def unknown_id_share(self, config: ScoreRun) -> dict[str, float]:
+    def unknown_id_share(self) -> dict[str, float]:
         """Share of ids without a row of their own in what was scored, by feature."""
+        config = self.task.config
         if config.data.raw is None:
             return self.dataset.manifest.unknown_id_share(config.part)
         return self.tally.info([], 0).unknown_id_share()
 
-    @property
-    def has_no_best(self) -> bool:
-        """Whether the best model was asked for and the latest had to do."""
-        return self.info.which != self._wanted
-
-    def _dataset_root(self, config: ScoreRun) -> Path:
-        path = self.run_path / "dataset.json"
-        if not path.is_file():
-            raise UserError(
-                f"run={config.run}: the run ended before it opened its data (no {path})"
-            )
-        result = json.loads(path.read_text())
-        root = Path(result["root"])
-        if config.data.root is not None:
-            root = Path.cwd() / Path(config.data.root).expanduser()
-        found = PreparedDataset(root).manifest.digest()
-        if found != result["digest"]:
-            raise UserError(
-                f"the dataset in {root} isn't the one that the run was trained on (its digest "
-                "differs): vocabularies may differ too. Name the right one with data.root="
-            )
-        return root
+    def summary(self) -> dict[str, Any]:
+        """The part of result.json that tells of the model."""
+        return {
+            "status": "completed",
+            "run": str(self.task.run_path),
+            "model": self.task.info.which,
+            "step": self.task.info.step,
+            "world_size": self.comm.world_size,
+            "plan_digest": self.task.plan.digest(),
+            "versions": versions(),
+        }
 
 
 def run_evaluate(
@@ -95,64 +144,96 @@ def run_evaluate(
     """Prints and writes the metrics of a trained model."""
     if config.out is not None:
         warnings.warn(f"out={config.out} is ignored: `evaluate` writes no rows", stacklevel=2)
-    folder = RunFolder(run_dir)
-    trained = TrainedModel(config)
-    if trained.has_no_best:
-        say(NO_BEST)
-    precision = trained.config.train.precision
-    part = config.part if config.data.raw is None else "raw"
-    batches = _batches(trained, config, need_labels=True)
-    metrics = evaluate(trained.model, trained.embeddings, batches, precision)
+    RunFolder(run_dir)
+    task = make_task(config, run_dir, say)
+    values: dict[str, Any] = _start(evaluate_rank, task, say)
+    return values
+
+
+def evaluate_rank(
+    context: WorkerContext, task: ScoreTask, say: Callable[[str], None] = print
+) -> dict[str, Any]:
+    """One rank of an evaluation; the first prints and writes."""
+    comm = communicator(context)
+    trained = TrainedModel(task, comm)
+    part = task.config.part if task.config.data.raw is None else "raw"
+    batches = _batches(trained, need_labels=True)
+    metrics = evaluate(
+        trained.model,
+        trained.embeddings,
+        batches,
+        trained.precision,
+        lambda: context.heartbeat.beat(0, "evaluate"),
+    )
+    if comm.rank != 0:
+        return {}
+    folder = RunFolder.of_this_run(task.run_dir)
     result = metrics.result()
     write_evaluation(folder, part, metrics, [])
-    values = {
-        "status": "completed",
-        "run": str(trained.run_path),
-        "model": trained.info.which,
-        "step": trained.info.step,
+    shares = trained.unknown_id_share()
+    values = trained.summary() | {
         "split": part,
-        "versions": versions(),
         "eval": result.as_dict(),
-        "unknown_id_share": trained.unknown_id_share(config),
+        "unknown_id_share": shares,
     }
     folder.write_json("result.json", values)
-    _warn_of_unknown_ids(trained.unknown_id_share(config), say)
-    say(f"{part:<7} {describe_eval(result)}  (model of step {trained.info.step:,})")
+    _warn_of_unknown_ids(shares, say)
+    say(f"{part:<7} {describe_eval(result)}  (model of step {task.info.step:,})")
     return values
 
 
 def run_predict(config: ScoreRun, run_dir: Path, say: Callable[[str], None] = print) -> Path:
     """Writes `row`, `probability`, `logit` and, where there are labels, `label`, in row order."""
-    folder = RunFolder(run_dir)
-    trained = TrainedModel(config)
-    if trained.has_no_best:
-        say(NO_BEST)
-    out = folder.path / "predictions.parquet"
+    RunFolder(run_dir)
     if config.out is not None:
         out = Path.cwd() / Path(config.out).expanduser()
         if out.exists():
             raise UserError(f"out={out} exists; name another file or remove it")
-        out.parent.mkdir(parents=True, exist_ok=True)
-    batches = _batches(trained, config, need_labels=False)
+    task = make_task(config, run_dir, say)
+    written: Path = _start(predict_rank, task, say)
+    return written
+
+
+def predict_rank(
+    context: WorkerContext, task: ScoreTask, say: Callable[[str], None] = print
+) -> Path:
+    """One rank of a prediction; the first collects and writes."""
+    comm = communicator(context)
+    trained = TrainedModel(task, comm)
+    out = task.run_dir / "predictions.parquet"
+    if task.config.out is not None:
+        out = Path.cwd() / Path(task.config.out).expanduser()
+    batches = _batches(trained, need_labels=False)
     temporary = out.with_name(out.name + ".partial")
     try:
-        num_rows = _write_predictions(trained, batches, temporary)
+        if comm.rank == 0:
+            out.parent.mkdir(parents=True, exist_ok=True)
+        beat = functools.partial(context.heartbeat.beat, 0, "predict")
+        num_rows = _write_predictions(trained, batches, temporary, beat)
+        if comm.rank != 0:
+            return out
         os.replace(temporary, out)
     finally:
-        temporary.unlink(missing_ok=True)
-    values = {
-        "status": "completed",
-        "run": str(trained.run_path),
-        "model": trained.info.which,
-        "step": trained.info.step,
-        "versions": versions(),
+        if comm.rank == 0:
+            temporary.unlink(missing_ok=True)
+    shares = trained.unknown_id_share()
+    values = trained.summary() | {
         "predictions": {"file": str(out), "rows": num_rows},
-        "unknown_id_share": trained.unknown_id_share(config),
+        "unknown_id_share": shares,
     }
-    folder.write_json("result.json", values)
-    _warn_of_unknown_ids(trained.unknown_id_share(config), say)
-    say(f"predict {num_rows:,} rows: {out}  (model of step {trained.info.step:,})")
+    RunFolder.of_this_run(task.run_dir).write_json("result.json", values)
+    _warn_of_unknown_ids(shares, say)
+    say(f"predict {num_rows:,} rows: {out}  (model of step {task.info.step:,})")
     return out
+
+
+def _start(rank: Callable[..., Any], task: ScoreTask, say: Callable[[str], None]) -> Any:
+    """Runs a rank here, or as many as `launch.nproc` says; returns what the first returned."""
+    launch_config = task.config.launch
+    if launch_config.nproc == 1:
+        set_threads(launch_config)
+        return rank(single_process(), task, say)
+    return launch(rank, (task,), launch_config, task.run_dir)
 
 
 def _warn_of_unknown_ids(shares: dict[str, float], say: Callable[[str], None]) -> None:
@@ -166,41 +247,56 @@ def _warn_of_unknown_ids(shares: dict[str, float], say: Callable[[str], None]) -
         )
 
 
-def _write_predictions(trained: TrainedModel, batches: Iterator[Batch], path: Path) -> int:
+def _write_predictions(
+    trained: TrainedModel, batches: Iterator[Batch], path: Path, beat: Callable[[], None]
+) -> int:
+    """Writes each batch's rows as they come, collected by the first rank; returns their number."""
+    comm = trained.comm
     writer: pq.ParquetWriter | None = None
     num_rows = 0
     try:
-        scored = score_batches(
-            trained.model, trained.embeddings, batches, trained.config.train.precision
-        )
+        scored = score_batches(trained.model, trained.embeddings, batches, trained.precision, beat)
         for batch, logits_B in scored:
-            order = np.argsort(batch.row_B.numpy())
-            logits = logits_B.double().numpy()[order]
-            columns = {
-                "row": pa.array(batch.row_B.numpy()[order]),
-                "probability": pa.array(1 / (1 + np.exp(-logits))),
-                "logit": pa.array(logits),
-            }
-            if batch.label_B is not None:
-                columns["label"] = pa.array(batch.label_B.numpy()[order].astype(np.int8))
-            table = pa.table(columns)
-            if writer is None:
-                writer = pq.ParquetWriter(path, table.schema, compression="zstd")
-            writer.write_table(table)
-            num_rows += table.num_rows
+            label_B = None if batch.label_B is None else batch.label_B.numpy()
+            own = (batch.row_B.numpy(), logits_B.double().numpy(), label_B)
+            of_ranks = comm.all_gather_object(own)
+            num_rows += sum(len(rows) for rows, *_ in of_ranks)
+            if comm.rank == 0:
+                table = _prediction_rows(of_ranks)
+                if writer is None:
+                    writer = pq.ParquetWriter(path, table.schema, compression="zstd")
+                writer.write_table(table)
     finally:
         if writer is not None:
             writer.close()
-    if writer is None:
+    if not num_rows:
         raise UserError("there are no rows to predict")
     return num_rows
 
 
-def _batches(trained: TrainedModel, config: ScoreRun, *, need_labels: bool) -> Iterator[Batch]:
-    """What is to be scored: a prepared part, or raw files through the stored vocabulary."""
+def _prediction_rows(of_ranks: list[tuple[Any, Any, Any]]) -> pa.Table:
+    rows = np.concatenate([rows for rows, *_ in of_ranks])
+    order = np.argsort(rows)
+    logits = np.concatenate([logits for _, logits, _ in of_ranks])[order]
+    columns = {
+        "row": pa.array(rows[order]),
+        "probability": pa.array(1 / (1 + np.exp(-logits))),
+        "logit": pa.array(logits),
+    }
+    if all(labels is not None for *_, labels in of_ranks):
+        labels = np.concatenate([labels for *_, labels in of_ranks])
+        columns["label"] = pa.array(labels[order].astype(np.int8))
+    return pa.table(columns)
+
+
+def _batches(trained: TrainedModel, *, need_labels: bool) -> Iterator[Batch]:
+    """This rank's share of what is to be scored: a prepared part, or raw files through the stored
+    vocabulary. Raw files are read by every rank, which keeps its share of each batch."""
+    config, comm = trained.task.config, trained.comm
     if config.data.raw is None:
         trained.dataset.check(config.part)
-        return trained.dataset.batches(config.part, Order(config.data.batch_size))
+        order = Order(config.data.batch_size, rank=comm.rank, world_size=comm.world_size)
+        return trained.dataset.batches(config.part, order)
     files = expand_inputs(config.data.raw, Path.cwd(), "data.raw")
     manifest = trained.dataset.manifest
     labelled = [has_labels(path, manifest.schema) for path in files]
@@ -213,8 +309,17 @@ def _batches(trained: TrainedModel, config: ScoreRun, *, need_labels: bool) -> I
     if any(labelled) != all(labelled):
         raise UserError("data.raw mixes files with and without labels; predict them apart")
     mapper = load_row_mapper(trained.dataset.root, manifest)
-    return raw_batches(
+    batches = raw_batches(
         manifest, mapper, files, all(labelled), config.data.batch_size, trained.tally
+    )
+    if comm.world_size == 1:
+        return batches
+    return (
+        batch.narrow(
+            batch.batch_size * comm.rank // comm.world_size,
+            batch.batch_size * (comm.rank + 1) // comm.world_size,
+        )
+        for batch in batches
     )
 
 

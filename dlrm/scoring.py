@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 
 import torch
@@ -30,11 +30,16 @@ def dense_input(model: DLRM, batch: Batch) -> Tensor:
 
 @torch.no_grad()
 def score_batches(
-    model: DLRM, embeddings: ShardedEmbeddings, batches: Iterable[Batch], precision: str
+    model: DLRM,
+    embeddings: ShardedEmbeddings,
+    batches: Iterable[Batch],
+    precision: str,
+    beat: Callable[[], None] = lambda: None,
 ) -> Iterator[tuple[Batch, Tensor]]:
-    """Each batch with its logits."""
+    """Each of this rank's batches with its logits; as many batches on every rank."""
     with Prefetcher(batches) as loaded:
         for batch in loaded:
+            beat()
             plan = embeddings.plan_batch(batch.ids, training=False)
             pooled_BS = embeddings.lookup(plan, training=False)
             with autocast(precision):
@@ -43,14 +48,32 @@ def score_batches(
 
 
 def evaluate(
-    model: DLRM, embeddings: ShardedEmbeddings, batches: Iterable[Batch], precision: str
+    model: DLRM,
+    embeddings: ShardedEmbeddings,
+    batches: Iterable[Batch],
+    precision: str,
+    beat: Callable[[], None] = lambda: None,
 ) -> BinaryMetrics:
-    """Metrics over all of `batches`, which must be labelled."""
+    """Metrics over all samples of all ranks, which must be labelled; the same on every rank.
+
+    Args:
+        model: the dense network.
+        embeddings: the tables.
+        batches: this rank's share of each.
+        precision: `train.precision`.
+        beat: called for every batch.
+    """
     metrics = BinaryMetrics()
-    for batch, logits_B in score_batches(model, embeddings, batches, precision):
+    for batch, logits_B in score_batches(model, embeddings, batches, precision, beat):
         assert batch.label_B is not None
         metrics.update(logits_B, batch.label_B, batch.weight_B)
-    return metrics
+    comm = embeddings.comm
+    if comm.world_size == 1:
+        return metrics
+    merged = BinaryMetrics()
+    for arrays in comm.all_gather_object(metrics.to_arrays()):
+        merged.merge(BinaryMetrics.from_arrays(arrays))
+    return merged
 
 
 def teacher_result(dataset: PreparedDataset, part: str) -> EvalResult | None:

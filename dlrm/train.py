@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -12,83 +14,207 @@ from typing import Any
 import torch
 
 from data.parquet import PreparedDataset
-from dlrm.build import set_threads
+from dlrm.build import communicator, set_threads
 from dlrm.config import TrainRun
 from dlrm.datasets import open_dataset
 from dlrm.display import PrepareDisplay
+from dlrm.launch import WorkerContext, join, launch, single_process, under_torchrun
 from dlrm.metrics import BinaryMetrics, EvalResult
 from dlrm.optim import describe_semantics
 from dlrm.report import write_report
 from dlrm.run_folder import NOT_FINISHED, RunFolder
 from dlrm.scoring import teacher_result
+from dlrm.sharding import make_plan
 from dlrm.trainer import Trainer, eval_figures
+from embeddings.plan_choice import PlannedLayout
 
 NO_BEST = (
     "note    no evaluation on a valid part had an AUC, so no model is the best: this is the latest"
 )
 
 
+@dataclass
+class TrainTask:
+    """What every rank of a run gets.
+
+    Attributes:
+        config: the checked configuration.
+        run_dir: the run folder, claimed.
+        result: result.json as far as it is known.
+        layout: who owns which rows, and why.
+    """
+
+    config: TrainRun
+    run_dir: Path
+    result: dict[str, Any]
+    layout: PlannedLayout
+
+
 def run_train(
-    config: TrainRun, config_yaml: str, run_dir: Path, say: Callable[[str], None] = print
+    config: TrainRun,
+    config_yaml: str,
+    run_dir: Path,
+    say: Callable[[str], None] = print,
+    *,
+    fresh_processes: bool = False,
 ) -> dict[str, Any]:
     """Prepares what is missing, trains, tests the best model, and writes everything down.
+
+    Data are prepared and the plan is made here, once; `launch.nproc` ranks then train. Under an
+    outer torchrun this process is one of the ranks, and rank 0 does both.
 
     Args:
         config: the checked configuration.
         config_yaml: the same as text, for the run folder.
         run_dir: the output folder.
         say: prints one line for the user.
+        fresh_processes: start a worker even for one process (jobs of a sweep share nothing).
 
     Returns:
-        What result.json holds.
+        What result.json holds; under torchrun on rank 0, elsewhere an empty dictionary.
     """
-    set_threads(config.launch)
+    if under_torchrun():
+        joined: dict[str, Any] = join(_train_joined, (config, config_yaml, run_dir), config.launch)
+        return joined
+    folder, result = _claim_folder(config, config_yaml, run_dir, config.launch.nproc)
+    with _written_down(folder, result, say):
+        task = _make_task(config, folder, result, config.launch.nproc, say)
+        if config.launch.nproc == 1 and not fresh_processes:
+            set_threads(config.launch)
+            train_rank(single_process(), task, say)
+        else:
+            launch(train_rank, (task,), config.launch, run_dir)
+    return result
+
+
+def _train_joined(
+    context: WorkerContext, config: TrainRun, config_yaml: str, run_dir: Path
+) -> dict[str, Any]:
+    """A rank under torchrun: rank 0 claims the folder and prepares, the others wait for it."""
+    comm = communicator(context)
+    if context.rank != 0:
+        task = comm.all_gather_object(None)[0]
+        if isinstance(task, Exception):
+            raise task
+        train_rank(context, task)
+        return {}
+    try:
+        folder, result = _claim_folder(config, config_yaml, run_dir, context.world_size)
+    except Exception as error:
+        comm.all_gather_object(error)
+        raise
+    with _written_down(folder, result, print):
+        try:
+            task = _make_task(config, folder, result, context.world_size, print)
+        except Exception as error:
+            comm.all_gather_object(error)
+            raise
+        comm.all_gather_object(task)
+        train_rank(context, task)
+    return result
+
+
+def _claim_folder(
+    config: TrainRun, config_yaml: str, run_dir: Path, world_size: int
+) -> tuple[RunFolder, dict[str, Any]]:
     folder = RunFolder(run_dir, overwrite=config.train.overwrite)
     folder.write_text("config.yaml", config_yaml)
     result: dict[str, Any] = {
         "status": NOT_FINISHED,
-        "world_size": 1,
+        "world_size": world_size,
         "seed": config.seed,
         "versions": versions(),
-        "num_threads": torch.get_num_threads(),
         "config_digest": hashlib.sha256(config_yaml.encode()).hexdigest(),
     }
     folder.write_json("result.json", result)
+    return folder, result
+
+
+@contextmanager
+def _written_down(
+    folder: RunFolder, result: dict[str, Any], say: Callable[[str], None]
+) -> Iterator[None]:
+    """Whatever happens within, result.json and report.html tell of it."""
     try:
-        with PrepareDisplay() as display:
-            dataset = open_dataset(config.data, Path.cwd(), display)
-        dataset.check("train")
-        manifest = dataset.manifest
-        recorded = {"root": str(dataset.root.resolve()), "digest": manifest.digest()}
-        folder.write_json("dataset.json", recorded)
-        result["data"] = {
-            "name": config.data.name,
-            "synthetic": manifest.synthetic is not None,
-            **recorded,
-        }
-        _announce_data(config, dataset, say)
-        trainer = Trainer(config, dataset, folder, say)
-        _announce_model(config, trainer, say)
-        folder.write_text("plan.json", trainer.embeddings.plan.to_json())
-        result["plan_digest"] = trainer.embeddings.plan.digest()
+        yield
+        status = "completed"
+    except BaseException as error:
+        status = f"failed: {type(error).__name__}: {error}"
+        raise
+    finally:
+        # Rank 0, perhaps another process, has added its figures, also if it failed.
+        result |= folder.read_json("result.json")
+        result["status"] = status
+        folder.write_json("result.json", result)
+        report = write_report(folder.path)
+    say(f"report  {report}")
+
+
+def _make_task(
+    config: TrainRun,
+    folder: RunFolder,
+    result: dict[str, Any],
+    world_size: int,
+    say: Callable[[str], None],
+) -> TrainTask:
+    with PrepareDisplay() as display:
+        dataset = open_dataset(config.data, Path.cwd(), display)
+    dataset.check("train")
+    manifest = dataset.manifest
+    recorded = {"root": str(dataset.root.resolve()), "digest": manifest.digest()}
+    folder.write_json("dataset.json", recorded)
+    result["data"] = {
+        "name": config.data.name,
+        "synthetic": manifest.synthetic is not None,
+        **recorded,
+    }
+    _announce_data(config, dataset, say)
+    layout = make_plan(config, dataset, world_size)
+    folder.write_text("plan.json", layout.plan.to_json())
+    result["plan_digest"] = layout.plan.digest()
+    folder.write_json("result.json", result)
+    return TrainTask(config, folder.path, result, layout)
+
+
+def train_rank(context: WorkerContext, task: TrainTask, say: Callable[[str], None] = print) -> None:
+    """One rank of a run, from its part of the tables to the test of the best model.
+
+    Rank 0 adds its figures to result.json, those of a failed run too.
+    """
+    config = task.config
+    folder = RunFolder.of_this_run(task.run_dir)
+    comm = communicator(context)
+    result = task.result
+    result["num_threads"] = torch.get_num_threads()
+    context.heartbeat.beat(0, "build")
+    dataset = PreparedDataset(Path(result["data"]["root"]))
+    trainer = Trainer(
+        config,
+        dataset,
+        folder,
+        say,
+        comm=comm,
+        plan=task.layout.plan,
+        beat=context.heartbeat.beat,
+    )
+    _announce_model(config, trainer, task.layout, trainer.say)
+    try:
         try:
             trainer.fit()
-            result["model_digest"] = trainer.digest()
         finally:
             result["train"] = trainer.recorder.figures(
                 trainer.steps_done / trainer.batches_per_epoch
             )
-            result["memory"] = trainer.memory()
-        result |= _test_best(trainer, folder, result["data"], say)
-        result["status"] = "completed"
-    except BaseException as error:
-        result["status"] = f"failed: {type(error).__name__}: {error}"
-        raise
+            if comm.world_size == 1:
+                result["memory"] = trainer.memory()
+        # What follows communicates: not after a failure.
+        result["model_digest"] = trainer.digest()
+        result["memory"] = trainer.memory()
+        result["comm"] = trainer.comm_figures()
+        result |= _test_best(trainer, folder, result["data"], trainer.say)
     finally:
-        folder.write_json("result.json", result)
-        report = write_report(run_dir)
-    say(f"report  {report}")
-    return result
+        if trainer.is_first:
+            folder.write_json("result.json", result)
 
 
 def versions() -> dict[str, str]:
@@ -110,28 +236,43 @@ def _announce_data(config: TrainRun, dataset: PreparedDataset, say: Callable[[st
     say(f"data    {config.data.name}: {sizes} rows; {dataset.root}")
 
 
-def _announce_model(config: TrainRun, trainer: Trainer, say: Callable[[str], None]) -> None:
+def _announce_model(
+    config: TrainRun, trainer: Trainer, layout: PlannedLayout, say: Callable[[str], None]
+) -> None:
+    """Called by all ranks; the first one prints."""
     num_dense = sum(p.numel() for p in trainer.model.parameters())
-    store = trainer.embeddings.store
-    rows = sum(table.rows for table in store.tables)
+    embeddings, num_ranks = trainer.embeddings, trainer.comm.world_size
+    store = embeddings.store
+    rows = sum(table.rows for table in embeddings.tables)
+    sizes = trainer.comm.all_gather_object((store.table_bytes(), store.state_bytes()))
+    table_mib, state_mib = (sum(size) / 2**20 for size in zip(*sizes, strict=True))
     say(
-        f"model   {config.model.name}: {num_dense:,} dense weights; {len(store.tables)} tables, "
-        f"{rows:,} rows, {store.table_bytes() / 2**20:,.0f} MiB + "
-        f"{store.state_bytes() / 2**20:,.0f} MiB of optimizer state"
+        f"model   {config.model.name}: {num_dense:,} dense weights; {len(embeddings.tables)} "
+        f"tables, {rows:,} rows, {table_mib:,.0f} MiB + {state_mib:,.0f} MiB of optimizer state"
     )
-    say(f"tables  {trainer.embeddings.backend_message}")
+    if num_ranks > 1:
+        for line in layout.plan.describe():
+            say(f"plan    {line}")
+        held = ", ".join(f"{(table + state) / 2**20:,.0f}" for table, state in sizes)
+        say(f"memory  {held} MiB of rows and state on ranks 0 to {num_ranks - 1}")
+    say(f"tables  {embeddings.backend_message}")
     for line in describe_semantics(config.optim):
         say(f"optim   {line.removeprefix('optimizers: ')}")
+    local = "one process: local batch the same"
+    if num_ranks > 1:
+        local = (
+            f"{num_ranks} processes: local batch about {config.data.batch_size / num_ranks:,.0f}"
+        )
     say(
         f"run     {trainer.total_steps:,} steps of global batch {config.data.batch_size:,} "
-        f"(one process: local batch the same); {trainer.folder.path}"
+        f"({local}); {trainer.folder.path}"
     )
 
 
 def _test_best(
     trainer: Trainer, folder: RunFolder, data: dict[str, Any], say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Tests the best model; returns the `data`, `eval` and `comm` parts of result.json."""
+    """Tests the best model; returns the `data` and `eval` parts of result.json."""
     dataset = trainer.dataset
     part = "test" if dataset.num_rows("test") else "valid"
     tested: EvalResult | None = None
@@ -139,7 +280,10 @@ def _test_best(
     if dataset.num_rows(part):
         kept = trainer.load_best()
         metrics = trainer.evaluate(part)
-        tested, teacher = metrics.result(), teacher_result(dataset, part)
+        tested = metrics.result()
+        if not trainer.is_first:
+            return {}
+        teacher = teacher_result(dataset, part)
         folder.append_metrics(
             {
                 "step": kept.step,
@@ -163,12 +307,6 @@ def _test_best(
             "unknown_id_share": dataset.manifest.unknown_id_share(part),
         },
         "eval": eval_figures(tested),
-        "comm": {
-            "collectives_per_step": 0,
-            "dense_collectives_per_step": 0,
-            "bytes_sent_per_step": {"ids": 0, "rows": 0, "grads": 0, "dense": 0},
-            "imbalance": 1.0,
-        },
     }
 
 

@@ -1,11 +1,15 @@
-"""`Trainer`: build, fit, step, evaluate. `step` is the data-flow sentence of the README."""
+"""`Trainer`: build, fit, step, evaluate. `step` is the data-flow sentence of the README.
+
+The same code on every rank of a run: each trains on its share of a batch and calls everything that
+communicates in the same order. Rank 0 alone prints and writes.
+"""
 
 from __future__ import annotations
 
 import math
 import resource
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -14,17 +18,23 @@ from torch import Tensor
 from data.batch import Batch
 from data.loader import Prefetcher
 from data.parquet import Order, PreparedDataset
-from dlrm.build import build_embeddings, build_model, set_threads
-from dlrm.checkpoint import CheckpointInfo, Checkpoints, blocks, load_model, model_digest
+from dlrm.build import build_embeddings, build_model
+from dlrm.checkpoint import CheckpointInfo, Checkpoints, load_model, model_digest
+from dlrm.comm_figures import comm_figures
 from dlrm.config import TrainRun
+from dlrm.dense_reducer import DenseReducer
 from dlrm.display import TrainDisplay
 from dlrm.metrics import BestTracker, BinaryMetrics, EvalResult
 from dlrm.model import bce_loss
 from dlrm.optim import Schedule, build_dense_optimizer, clip_factor
+from dlrm.pipeline import Pipeline, PlannedBatch
 from dlrm.recorder import Recorder
 from dlrm.run_folder import RunFolder
 from dlrm.scoring import autocast, dense_input, evaluate
-from embeddings.sharded import KVGradients, sum_kv
+from embeddings.communicator import Communicator, SingleProcess
+from embeddings.kv_gradients import KVGradients, sum_kv
+from embeddings.plan import Plan
+from embeddings.sharded import BatchPlan, PendingBackward
 
 
 class NonFiniteError(RuntimeError):
@@ -32,15 +42,25 @@ class NonFiniteError(RuntimeError):
 
 
 class Trainer:
-    """One training run in one process.
+    """One rank of a training run.
 
-    Owns the dense model and its optimizer; the tables and theirs belong to `embeddings`.
+    Owns the dense model and its optimizer, equal on all ranks; the tables and theirs belong to
+    `embeddings`.
+
+    Collectives of a step: those of `ShardedEmbeddings`, once for each micro-batch; the dense
+    gradients' buckets (`DenseReducer`), once; one number for the global norm under
+    `optim.clip_norm`. With `train.overlap` the rows travel during the bottom MLP, the next batch's
+    ids during the step, row gradients and dense buckets during the rest of backward. On and off are
+    equal to the bit.
 
     Args:
         config: the whole configuration.
         dataset: what to train on.
-        folder: the run's output folder.
-        say: prints one line for the user.
+        folder: the run's output folder; only rank 0 writes to it.
+        say: prints one line for the user, on rank 0.
+        comm: the ranks; None: one process.
+        plan: who owns which rows; None: one process owns all.
+        beat: told step and phase whenever a phase begins (the heartbeat).
     """
 
     def __init__(
@@ -49,10 +69,16 @@ class Trainer:
         dataset: PreparedDataset,
         folder: RunFolder,
         say: Callable[[str], None] = print,
+        *,
+        comm: Communicator | None = None,
+        plan: Plan | None = None,
+        beat: Callable[[int, str], None] = lambda step, phase: None,
     ) -> None:
-        set_threads(config.launch)
-        self.config, self.dataset, self.folder, self.say = config, dataset, folder, say
-        self.embeddings = build_embeddings(config, dataset.manifest)
+        self.config, self.dataset, self.folder = config, dataset, folder
+        self.comm = comm if comm is not None else SingleProcess()
+        self.is_first = self.comm.rank == 0
+        self.say = say if self.is_first else lambda line: None
+        self.embeddings = build_embeddings(config, dataset.manifest, plan=plan, comm=self.comm)
         self.model = build_model(config, dataset.manifest)
         self.dense_optimizer = build_dense_optimizer(self.model, config.optim)
         self.batches_per_epoch = dataset.num_batches("train", config.data.batch_size)
@@ -61,12 +87,21 @@ class Trainer:
             self.total_steps = min(self.total_steps, config.train.max_steps)
         self.schedule = Schedule(config.optim.schedule, self.total_steps)
         self.checkpoints = Checkpoints(folder.path)
+        self.reducer = DenseReducer(
+            list(self.model.parameters()), self.comm, overlap=config.train.overlap
+        )
         self.best = BestTracker()
         self.steps_done = 0
         self._evaluated_step = -1
-        self._display = TrainDisplay(self.total_steps)
-        self.recorder = Recorder(folder, self._display, config.train.log_every)
+        self._display = TrainDisplay(self.total_steps, enabled=self.is_first)
+        self.recorder = Recorder(
+            folder, self._display, config.train.log_every, writes=self.is_first
+        )
         self._timer = self.recorder.timer
+        self._timer.on_phase = lambda phase: beat(self.steps_done + 1, phase)
+        self._beat = beat
+        self._pipeline: Pipeline | None = None
+        self._not_finite: str | None = None
 
     # fit
 
@@ -97,24 +132,38 @@ class Trainer:
             seed=self.config.seed,
             epoch=epoch,
             shuffle=self.config.data.shuffle,
+            rank=self.comm.rank,
+            world_size=self.comm.world_size,
         )
         with Prefetcher(self.dataset.batches("train", order)) as batches:
-            while self.steps_done < self.total_steps:
+            self._pipeline = self.pipeline(batches, self.total_steps - self.steps_done)
+            while True:
                 start = time.perf_counter()
-                with self._timer("data_wait"):
-                    batch = next(batches, None)
-                if batch is None:
+                planned = self._pipeline.take()
+                if planned is None:
                     break
-                loss = self.step(batch)
+                loss = self.step(planned)
                 seconds = time.perf_counter() - start
                 lrs = self._learning_rates()
                 self.steps_done += 1
-                self.recorder.step(self.steps_done, epoch, batch.batch_size, loss, seconds, lrs)
+                num_samples = planned.global_batch_size
+                self.recorder.step(self.steps_done, epoch, num_samples, loss, seconds, lrs)
                 if self._is_evaluation_due(epoch):
                     self._evaluate_and_save()
                 elif train.checkpoint_every and self.steps_done % train.checkpoint_every == 0:
                     self._check_finite()
                     self._save(is_best=False)
+
+    def pipeline(self, batches: Iterable[Batch], num_batches: int) -> Pipeline:
+        """The batches with their plans, as `step` wants them."""
+        return Pipeline(
+            batches,
+            num_batches,
+            self.embeddings,
+            accumulate=self.config.train.accumulate,
+            overlap=self.config.train.overlap,
+            timer=self._timer,
+        )
 
     def _is_evaluation_due(self, epoch: int) -> bool:
         train = self.config.train
@@ -127,28 +176,37 @@ class Trainer:
 
     # step
 
-    def step(self, batch: Batch) -> float:
-        """One optimizer step; returns the loss, the (weighted) mean over the batch.
+    def step(self, planned: PlannedBatch) -> float:
+        """One optimizer step; returns the loss, the (weighted) mean over the global batch.
 
         ids → plan → rows → interaction, MLP, loss → backward → KV gradients → row update;
-        dense gradients → dense update.
+        dense gradients → sum over ranks → dense update.
         """
         lr_dense, lr_sparse = self._learning_rates()
-        total_weight = _total_weight(batch)
         loss_sum = 0.0
         gradients: list[list[KVGradients]] = []
-        for micro in self._micro_batches(batch):
-            with self._timer("plan"):
-                plan = self.embeddings.plan_batch(micro.ids)
+        for position, (micro, plan) in enumerate(planned.micro_batches):
+            is_last = position == len(planned.micro_batches) - 1
             with self._timer("lookup"):
-                pooled_BS = self.embeddings.lookup(plan)
+                rows = self.embeddings.begin_lookup(plan)
+            if is_last and self._pipeline is not None:
+                self._pipeline.begin_next()
+            with self._timer("forward"), autocast(self.config.train.precision):
+                bottom_BD = self.model.forward_dense(dense_input(self.model, micro))
+            with self._timer("lookup"):
+                pooled_BS = rows.finish()
+            if is_last and self._pipeline is not None:
+                self._pipeline.send_next_ids()
             with self._timer("forward"):
-                loss = self._loss(micro, pooled_BS, total_weight)
+                loss = self._loss(micro, bottom_BD, pooled_BS, plan.total_weight)
                 loss_sum += float(loss.detach())
             with self._timer("backward"):
-                loss.backward()
-                assert pooled_BS.grad is not None
-                gradients.append(self.embeddings.backward(plan, pooled_BS.grad, lr_sparse))
+                if is_last:
+                    self.reducer.begin(loss_sum)
+                gradients.append(self._backward(loss, pooled_BS, plan, lr_sparse))
+        with self._timer("dense_reduce"):
+            loss_sum = self.reducer.finish()
+        self._raise_if_not_finite(loss_sum)
         with self._timer("apply"):
             self.embeddings.apply(self._clipped(sum_kv(gradients)), lr_sparse)
         with self._timer("dense_update"):
@@ -158,24 +216,51 @@ class Trainer:
             self.dense_optimizer.zero_grad()
         return loss_sum
 
-    def _loss(self, micro: Batch, pooled_BS: Tensor, total_weight: float) -> Tensor:
+    def _loss(
+        self, micro: Batch, bottom_BD: Tensor | None, pooled_BS: Tensor, total_weight: float
+    ) -> Tensor:
         assert micro.label_B is not None
-        dense_BN = dense_input(self.model, micro)
         with autocast(self.config.train.precision):
-            logits_B = self.model(dense_BN, pooled_BS)
+            logits_B = self.model.forward_pooled(bottom_BD, pooled_BS)
         loss = bce_loss(logits_B, micro.label_B, micro.weight_B, total_weight)
-        if not math.isfinite(float(loss.detach())):
-            raise NonFiniteError(self._where_not_finite(micro, pooled_BS, logits_B))
+        if self._not_finite is None and not math.isfinite(float(loss.detach())):
+            # One process stops here. One of several goes on, to tell the others with the sum of the
+            # losses, which then isn't finite either.
+            self._not_finite = self._where_not_finite(micro, pooled_BS, logits_B)
+            if self.comm.world_size == 1:
+                raise NonFiniteError(self._not_finite)
         return loss
 
-    def _micro_batches(self, batch: Batch) -> Iterator[Batch]:
-        parts = min(self.config.train.accumulate, batch.batch_size)
-        if parts == 1:
-            yield batch
+    def _backward(
+        self, loss: Tensor, pooled_BS: Tensor, plan: BatchPlan, lr: float
+    ) -> list[KVGradients]:
+        """Backward through the dense network and on to the rows' owners."""
+        if not self.config.train.overlap:
+            loss.backward()
+            assert pooled_BS.grad is not None
+            return self.embeddings.backward(plan, pooled_BS.grad, lr)
+        pending: list[PendingBackward] = []
+
+        def send_row_gradients(leaf: Tensor) -> None:
+            # Within backward: what is left of it, the bottom MLP's, hides their way.
+            assert leaf.grad is not None
+            pending.append(self.embeddings.begin_backward(plan, leaf.grad, lr))
+
+        pooled_BS.register_post_accumulate_grad_hook(send_row_gradients)
+        loss.backward()
+        return pending[0].finish()
+
+    def _raise_if_not_finite(self, loss_sum: float) -> None:
+        """Before anything is updated, on every rank alike.
+
+        Raises:
+            NonFiniteError: naming step and tensor, in the words of the first rank that has one.
+        """
+        if math.isfinite(loss_sum):
             return
-        for part in range(parts):
-            start = batch.batch_size * part // parts
-            yield batch.narrow(start, batch.batch_size * (part + 1) // parts)
+        found = [text for text in self.comm.all_gather_object(self._not_finite) if text]
+        reason = found[0] if found else "the sum of the ranks' losses overflows"
+        raise NonFiniteError(reason)
 
     def _clipped(self, gradients: list[KVGradients]) -> list[KVGradients]:
         """Scales dense and row gradients together where `optim.clip_norm` says so."""
@@ -183,7 +268,10 @@ class Trainer:
             return gradients
         dense = [p.grad for p in self.model.parameters() if p.grad is not None]
         norm, factor = clip_factor(
-            dense, [g.grads_KD for g in gradients], self.config.optim.clip_norm
+            dense,
+            self.embeddings.counted_once(gradients),
+            self.config.optim.clip_norm,
+            lambda squares: self.comm.sum_scalar("norm", squares),
         )
         if not math.isfinite(float(norm)):
             self.dense_optimizer.zero_grad()
@@ -206,8 +294,20 @@ class Trainer:
 
     def evaluate(self, part: str) -> BinaryMetrics:
         """Metrics of the model as it is now, over a whole part."""
-        batches = self.dataset.batches(part, Order(self.config.data.eval_batch_size))
-        return evaluate(self.model, self.embeddings, batches, self.config.train.precision)
+        order = Order(
+            self.config.data.eval_batch_size,
+            rank=self.comm.rank,
+            world_size=self.comm.world_size,
+        )
+        batches = self.dataset.batches(part, order)
+        with self.comm.uncounted():
+            return evaluate(
+                self.model,
+                self.embeddings,
+                batches,
+                self.config.train.precision,
+                lambda: self._beat(self.steps_done, "evaluate"),
+            )
 
     def _evaluate_and_save(self) -> None:
         if self._evaluated_step == self.steps_done:
@@ -228,32 +328,45 @@ class Trainer:
         self._save(is_best=is_best)
 
     def _save(self, *, is_best: bool) -> None:
-        self.checkpoints.save(
-            self.steps_done,
-            self.model,
-            self.embeddings.store,
-            self.dense_optimizer,
-            is_best=is_best,
-        )
+        self._beat(self.steps_done, "save")
+        with self.comm.uncounted():
+            self.checkpoints.save(
+                self.steps_done,
+                self.model,
+                self.embeddings,
+                self.dense_optimizer,
+                is_best=is_best,
+                beat=lambda: self._beat(self.steps_done, "save"),
+            )
 
     def load_best(self) -> CheckpointInfo:
         """Puts the best model (the latest, where there is no best) in place of the last."""
         info = self.checkpoints.find("best")
         if info.step != self.steps_done:
-            load_model(info, self.model, self.embeddings.store)
+            load_model(info, self.model, self.embeddings)
+            self.comm.barrier()
         return info
 
     def digest(self) -> str:
         """`model_digest` of the model as it is now."""
-        return model_digest(self.model, self.embeddings.store)
+        with self.comm.uncounted():
+            return model_digest(
+                self.model, self.embeddings, lambda: self._beat(self.steps_done, "digest")
+            )
 
     def memory(self) -> dict[str, int]:
-        """The `memory` part of result.json."""
-        return {
+        """The `memory` part of result.json: the largest over the ranks; called by all."""
+        own = {
             "peak_rss_bytes_max_rank": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             "table_bytes_max_rank": self.embeddings.store.table_bytes(),
             "state_bytes_max_rank": self.embeddings.store.state_bytes(),
         }
+        of_ranks = self.comm.all_gather_object(own)
+        return {name: max(rank[name] for rank in of_ranks) for name in own}
+
+    def comm_figures(self) -> dict[str, Any]:
+        """The `comm` part of result.json; called by all ranks."""
+        return comm_figures(self.comm, max(self.steps_done, 1))
 
     # non-finite values
 
@@ -298,22 +411,9 @@ class Trainer:
             )
 
     def _is_finite(self) -> bool:
-        if not all(bool(torch.isfinite(p).all()) for p in self.model.parameters()):
-            return False
-        store = self.embeddings.store
-        return all(
-            bool(torch.isfinite(values).all())
-            for table in store.tables
-            for start, stop in blocks(table.rows)
-            for values in store.read(table.name, start, stop).values()
-        )
-
-
-def _total_weight(batch: Batch) -> float:
-    """Sum of the example weights of the global batch."""
-    if batch.weight_B is None:
-        return float(batch.batch_size)
-    return float(batch.weight_B.sum(dtype=torch.float64))
+        here = all(bool(torch.isfinite(p).all()) for p in self.model.parameters())
+        here = here and self.embeddings.store.is_finite()
+        return all(self.comm.all_gather_object(here))
 
 
 def eval_figures(result: EvalResult | None) -> dict[str, Any]:

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from embeddings.plan import TableGroup
 from embeddings.router import GroupPlan
 from embeddings.row_optim import RowOptimizerConfig
 from embeddings.store import RowStore
+from embeddings.table_group import TableGroup
 
 # The pair of releases that loads together, see docs/decisions.md, "Dependencies".
 _WORKING_PAIR = "torch==2.13.0 with fbgemm-gpu-cpu==1.8.0"
@@ -72,6 +72,7 @@ def why_not_fused(
     *,
     accumulate: int = 1,
     clip_norm: float | None = None,
+    world_size: int = 1,
 ) -> str | None:
     """Why the fused kernels can't train these groups as configured; None where they can.
 
@@ -80,7 +81,10 @@ def why_not_fused(
         optimizer: rule and constants.
         accumulate: micro-batches per optimizer step (`train.accumulate`).
         clip_norm: bound of the global gradient norm, or None.
+        world_size: number of ranks.
     """
+    if world_size != 1:
+        return "gradients of several processes are summed before the update"
     if optimizer.name not in _OPTIMIZERS:
         return (
             f"optim.sparse.name={optimizer.name} has no fused kernel on CPU; "
@@ -93,7 +97,7 @@ def why_not_fused(
     if clip_norm is not None:
         return f"clipping to a norm of {clip_norm} needs gradients before the update"
     for group in groups:
-        name = group.shards[0].table
+        name = group.pieces[0].table
         if group.dtype != torch.float32:
             return f"the fused kernels are fp32 only, table {name!r} is {group.dtype}"
         if group.dim % 4:

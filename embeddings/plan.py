@@ -1,7 +1,7 @@
 """The plan: which rank holds which rectangle of which table, and how its values travel.
 
 A plan is a value: it can be printed, written to JSON, read back and compared by its digest. It is
-the only thing that decides who owns what. `TableGroup` is the form a rank keeps its shards in.
+the only thing that decides who owns what.
 """
 
 from __future__ import annotations
@@ -9,13 +9,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any, Literal, cast, get_args
 
-import torch
-
+from embeddings.plan_words import counted, ranks_in_words, table_lines
 from embeddings.table import TableConfig
 
 FORMAT_VERSION = 1
@@ -67,11 +66,14 @@ class Shard:
 class Plan:
     """The shards of every table and each table's exchange.
 
+    The shards of a table tile it: every element lies in exactly one. The one exception is a
+    *replicated* table, which lies whole on every rank.
+
     Attributes:
         world_size: number of ranks, `W`.
         shards: every rectangle, in the order they are listed and printed.
         exchange: per table `pooled` (the owner pools and sends one vector per bag) or `kv` (the
-            requester sends unique keys and gets rows).
+            requester sends unique keys and gets rows). Without meaning for a replicated table.
     """
 
     world_size: int
@@ -87,25 +89,10 @@ class Plan:
         """Read what `to_json` wrote. The result is not yet validated against tables.
 
         Raises:
-            ValueError: where the text isn't a plan of this format version.
+            ValueError: where the text isn't a plan of this format version, naming the field and,
+                of a shard, its table and rank.
         """
-        try:
-            fields = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"the plan is not JSON: {error}") from error
-        version = fields.get("format_version") if isinstance(fields, dict) else None
-        if version != FORMAT_VERSION:
-            raise ValueError(
-                f"the plan has format_version {version!r}, this program reads {FORMAT_VERSION}"
-            )
-        try:
-            return cls(
-                world_size=int(fields["world_size"]),
-                shards=tuple(Shard(**shard) for shard in fields["shards"]),
-                exchange=dict(fields["exchange"]),
-            )
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"the plan has a missing or an unknown field: {error}") from error
+        return _read_plan(text)
 
     def digest(self) -> str:
         """sha256 of the canonical JSON, which doesn't depend on the order of the shards."""
@@ -121,8 +108,34 @@ class Plan:
             "exchange": dict(self.exchange),
         }
 
+    @cached_property
+    def _replicated(self) -> frozenset[str]:
+        shards = self.shards_by_table()
+        return frozenset(name for name in shards if self._is_copied(shards[name]))
+
+    def _is_copied(self, shards: Sequence[Shard]) -> bool:
+        """Whether the shards of one table are one rectangle, once on every rank."""
+        ranks = [shard.rank for shard in shards]
+        rectangles = {(s.row_start, s.row_stop, s.col_start, s.col_stop) for s in shards}
+        return (
+            self.world_size > 1
+            and len(rectangles) == 1
+            and sorted(ranks) == list(range(self.world_size))
+        )
+
+    def is_replicated(self, table: str) -> bool:
+        """Whether `table` lies whole on each of several ranks; False with one rank."""
+        return table in self._replicated
+
+    def shards_by_table(self) -> dict[str, list[Shard]]:
+        """The shards of each table, both in the plan's order."""
+        by_table: dict[str, list[Shard]] = {}
+        for shard in self.shards:
+            by_table.setdefault(shard.table, []).append(shard)
+        return by_table
+
     def validate(self, tables: Sequence[TableConfig]) -> None:
-        """Check that every element of every table lies in exactly one shard.
+        """Check that the shards of every table tile it, or are a whole copy on every rank.
 
         Raises:
             ValueError: naming the table, the rank where there is one, and the broken rule.
@@ -135,76 +148,28 @@ class Plan:
         for name in self.exchange:
             if name not in known:
                 raise ValueError(f"table {name!r}: the plan gives an exchange for an unknown table")
+        by_table = self.shards_by_table()
         for table in tables:
-            exchange = self.exchange.get(table.name)
-            if exchange not in ("pooled", "kv"):
-                raise ValueError(
-                    f"table {table.name!r}: exchange is {exchange!r}, must be 'pooled' or 'kv' "
-                    f"(sharding.exchange)"
-                )
-            _validate_cover(table, [s for s in self.shards if s.table == table.name])
+            _check_exchange(table.name, self.exchange.get(table.name))
+            shards = by_table.get(table.name, [])
+            copies = [s for s in shards if (s.num_rows, s.num_cols) == (table.rows, table.dim)]
+            if len(copies) > 1 and self.world_size > 1:
+                _validate_copies(table, shards, copies, self.world_size)
+            else:
+                _validate_cover(table, shards)
 
     def describe(self) -> list[str]:
-        """The plan as lines to print: a heading, then one line per shard."""
-        num_tables = len({shard.table for shard in self.shards})
-        lines = [
-            f"plan {self.digest()[:12]}: {num_tables} tables, {len(self.shards)} shards, "
-            f"{self.world_size} rank{'s' if self.world_size > 1 else ''}"
+        """The plan as lines of at most 100 columns: a heading, then one line per table."""
+        by_table = self.shards_by_table()
+        return [
+            f"plan {self.digest()[:12]}: {counted(len(by_table), 'table')}, "
+            f"{counted(len(self.shards), 'shard')}, {counted(self.world_size, 'rank')}",
+            *table_lines(
+                by_table,
+                exchange=self.exchange,
+                replicated=frozenset(name for name in by_table if self.is_replicated(name)),
+            ),
         ]
-        width = max((len(shard.table) for shard in self.shards), default=0)
-        for shard in self.shards:
-            lines.append(
-                f"  {shard.table:<{width}}  rank {shard.rank}  {shard.memory:<6}  "
-                f"rows {shard.row_start}:{shard.row_stop}  columns "
-                f"{shard.col_start}:{shard.col_stop}  {self.exchange.get(shard.table, '?')}"
-            )
-        return lines
-
-
-@dataclass(frozen=True)
-class TableGroup:
-    """The shards of one rank with equal local dim, type and optimizer, as one flat key space.
-
-    Their rows lie one shard after the other in one contiguous array `[num_rows, dim]`; a *key* is a
-    row number in it. With two tables of 10 and 5 rows, id 3 of the second has key 13.
-
-    Attributes:
-        shards: in the order of their rows; at most one per table.
-        dim: local number of columns, `D`.
-        dtype: type of weights and state.
-        optimizer: name of the update rule (`RowOptimizerConfig.name`).
-    """
-
-    shards: tuple[Shard, ...]
-    dim: int
-    dtype: torch.dtype
-    optimizer: str
-
-    @cached_property
-    def key_offsets(self) -> dict[str, int]:
-        """Per table the key of the shard's first row."""
-        offsets: dict[str, int] = {}
-        key = 0
-        for shard in self.shards:
-            offsets[shard.table] = key
-            key += shard.num_rows
-        return offsets
-
-    @cached_property
-    def num_rows(self) -> int:
-        """Rows of the flat array, `R`."""
-        return sum(shard.num_rows for shard in self.shards)
-
-
-def local_groups(
-    plan: Plan, *, rank: int, dtype: torch.dtype, optimizer: str
-) -> tuple[TableGroup, ...]:
-    """The groups of `rank`, by local dim in the order of first appearance."""
-    by_dim: dict[int, list[Shard]] = {}
-    for shard in plan.shards:
-        if shard.rank == rank:
-            by_dim.setdefault(shard.num_cols, []).append(shard)
-    return tuple(TableGroup(tuple(shards), dim, dtype, optimizer) for dim, shards in by_dim.items())
 
 
 def single_process_plan(tables: Sequence[TableConfig]) -> Plan:
@@ -232,6 +197,35 @@ def _validate_shard(shard: Shard, table: TableConfig | None, world_size: int) ->
             f"table {shard.table!r}, rank {shard.rank}: a shard must be a non-empty rectangle "
             f"within {table.rows} rows × {table.dim} columns, not {shard}"
         )
+
+
+def _validate_copies(
+    table: TableConfig, shards: Sequence[Shard], copies: Sequence[Shard], world_size: int
+) -> None:
+    """Of a table with several whole copies: one on every rank, and nothing else."""
+    rule = (
+        f"a table is replicated as one whole copy on each of the ranks 0 to {world_size - 1}, "
+        f"or its shards must not overlap"
+    )
+    copied = [shard.rank for shard in copies]
+    for rank in range(world_size):
+        if copied.count(rank) > 1:
+            raise ValueError(
+                f"table {table.name!r}, rank {rank}: overlap: {copied.count(rank)} whole copies "
+                f"on one rank; {rule}"
+            )
+    for shard in shards:
+        if shard not in copies:
+            raise ValueError(
+                f"table {table.name!r}, rank {shard.rank}: overlap: {shard} beside whole copies "
+                f"on {ranks_in_words(sorted(copied))}; {rule}"
+            )
+    for rank in range(world_size):
+        if rank not in copied:
+            raise ValueError(
+                f"table {table.name!r}, rank {rank}: overlap: there are whole copies on "
+                f"{ranks_in_words(sorted(copied))}, but none on rank {rank}; {rule}"
+            )
 
 
 def _validate_cover(table: TableConfig, shards: Sequence[Shard]) -> None:
@@ -264,3 +258,100 @@ def _validate_cover(table: TableConfig, shards: Sequence[Shard]) -> None:
                 f"table {table.name!r}: gap: rows {row}:{row_stop} × columns {covered}:{gap_stop} "
                 f"are on no rank"
             )
+
+
+# ------------------------------------------------------------------------------------ from JSON
+
+
+def _read_plan(text: str) -> Plan:
+    try:
+        entries = json.loads(text, object_pairs_hook=_unique_entries)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"the plan is not JSON: {error}") from error
+    version = entries.get("format_version") if isinstance(entries, dict) else None
+    if type(version) is not int or version != FORMAT_VERSION:
+        raise ValueError(
+            f"the plan has format_version {version!r}, this program reads {FORMAT_VERSION}"
+        )
+    names = ("format_version", "world_size", "shards", "exchange")
+    _check_fields("the plan", entries, required=names, known=names)
+    shards, exchange = entries["shards"], entries["exchange"]
+    if not isinstance(shards, list):
+        raise ValueError(f"the plan: shards is {_shown(shards)}, must be a list")
+    if not isinstance(exchange, dict):
+        raise ValueError(f"the plan: exchange is {_shown(exchange)}, must be table: exchange pairs")
+    for name, value in exchange.items():
+        _check_exchange(name, value)
+    return Plan(
+        world_size=_read_number("the plan", entries, "world_size", minimum=1),
+        shards=tuple(_read_shard(number, entry) for number, entry in enumerate(shards)),
+        exchange=exchange,
+    )
+
+
+def _read_shard(number: int, entry: Any) -> Shard:
+    if not isinstance(entry, dict):
+        raise ValueError(f"shard {number}: is {_shown(entry)}, must be an object with its fields")
+    # Whoever wrote the plan looks for the table, not for the shard's place in the list.
+    where = f"shard {number}"
+    where += f" (table {entry['table']!r}" if "table" in entry else " (no table"
+    where += f", rank {entry['rank']!r})" if "rank" in entry else ")"
+    known = tuple(field.name for field in fields(Shard))
+    required = tuple(name for name in known if name != "memory")
+    _check_fields(where, entry, required=required, known=known)
+    table, memory = entry["table"], entry.get("memory", "device")
+    if not isinstance(table, str):
+        raise ValueError(f"{where}: table is {_shown(table)}, must be the name of a table")
+    if memory not in get_args(Memory):
+        raise ValueError(
+            f"{where}: memory is {_shown(memory)}, must be 'device' or 'host' (sharding.memory)"
+        )
+    row_start, row_stop, col_start, col_stop, rank = (
+        _read_number(where, entry, name, minimum=0) for name in known[1:6]
+    )
+    return Shard(table, row_start, row_stop, col_start, col_stop, rank, cast(Memory, memory))
+
+
+def _check_fields(
+    where: str, entry: Mapping[str, Any], *, required: Sequence[str], known: Sequence[str]
+) -> None:
+    for name in entry:
+        if name not in known:
+            raise ValueError(
+                f"{where}: there is no field {name!r}; the fields are {', '.join(known)}"
+            )
+    for name in required:
+        if name not in entry:
+            raise ValueError(f"{where}: the field {name!r} is missing")
+
+
+def _read_number(where: str, entry: Mapping[str, Any], name: str, *, minimum: int) -> int:
+    value = entry[name]
+    if type(value) is not int:  # A bool is an int, and must not pass.
+        raise ValueError(f"{where}: {name} is {_shown(value)}, must be a whole number")
+    if value < minimum:
+        raise ValueError(f"{where}: {name} is {value}, must be at least {minimum}")
+    return value
+
+
+def _check_exchange(table: str, exchange: Any) -> None:
+    if exchange not in get_args(Exchange):
+        raise ValueError(
+            f"table {table!r}: exchange is {exchange!r}, must be 'pooled' or 'kv' "
+            f"(sharding.exchange)"
+        )
+
+
+def _unique_entries(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; `json` itself would keep the last of two entries of one name."""
+    entries: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in entries:
+            raise ValueError(f"the plan: {name!r} is given twice in one object")
+        entries[name] = value
+    return entries
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else text[:37] + "..."

@@ -1,4 +1,5 @@
-"""Routing: ids of a batch → keys of table groups, and what lookup and backward need around them.
+"""Routing: ids of a batch → keys of the table groups that every rank holds, and what lookup and
+backward need around them. (What is asked of other ranks is planned in `requests.py`.)
 
 Works on ids alone, never on rows, so a batch can be planned any number of steps ahead. Everything
 here is integer work of a few passes over the ids, done in NumPy: on one core it takes less time
@@ -23,8 +24,8 @@ import torch
 from torch import Tensor
 
 from data.batch import JaggedIds
-from embeddings.plan import TableGroup
 from embeddings.table import FeatureConfig, TableConfig, validate_tables
+from embeddings.table_group import TableGroup
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -38,12 +39,26 @@ class IdOutOfRange(ValueError):
         id: the offending id.
         rows: rows of the table; ids must be in `0 … rows-1`.
         sample: index of the sample in the batch that was planned.
+        feature_index: position of the feature.
+        rank: the rank whose part of the batch it is in; None in one process.
     """
 
-    def __init__(self, *, feature: str, table: str, id: int, rows: int, sample: int) -> None:
+    def __init__(
+        self,
+        *,
+        feature: str,
+        table: str,
+        id: int,
+        rows: int,
+        sample: int,
+        feature_index: int = 0,
+        rank: int | None = None,
+    ) -> None:
         self.feature, self.table, self.id, self.rows, self.sample = feature, table, id, rows, sample
+        self.feature_index, self.rank = feature_index, rank
+        batch = "the batch" if rank is None else f"rank {rank}'s part of the batch"
         super().__init__(
-            f"feature {feature!r}, table {table!r}: id {id} of sample {sample} of the batch is "
+            f"feature {feature!r}, table {table!r}: id {id} of sample {sample} of {batch} is "
             f"outside 0 to {rows - 1}; give the table more rows, or let `data` hash, replace or "
             f"drop such ids"
         )
@@ -99,59 +114,30 @@ class GroupPlan:
     offsets: Tensor
     weights_L: Tensor | None
 
+    @property
+    def lengths_FB(self) -> Int64Array:
+        """Keys per bag, `(F, B)`."""
+        return np.diff(self.offsets.numpy()).reshape(len(self.features), self.batch_size)
+
     @cached_property
     def sample_major(self) -> SampleMajorBags:
         """The same bags in the order of the pooled result (computed at the first call)."""
-        num_features, batch_size = len(self.features), self.batch_size
-        starts_FB = self.offsets.numpy()[:-1].reshape(num_features, batch_size)
-        lengths = np.diff(self.offsets.numpy()).reshape(num_features, batch_size).T.reshape(-1)
-        offsets = _offsets_of(lengths)
-        if (lengths == 1).all():
-            source_L = starts_FB.T.reshape(-1)
-        else:
-            # Where a bag starts, less where it goes: repeated over its ids, it is each id's shift.
-            source_L = np.repeat(starts_FB.T.reshape(-1) - offsets[:-1], lengths)
-            source_L += np.arange(source_L.size)
-        return SampleMajorBags(
-            keys_L=torch.from_numpy(self.keys_L.numpy()[source_L]),
-            offsets=torch.from_numpy(offsets),
-            weights_L=self._weights_at(source_L),
-        )
+        return sample_major(self.lengths_FB, self.offsets.numpy(), self.keys_L, self.weights_L)
 
     @cached_property
     def unique(self) -> UniqueKeys:
         """The distinct keys and where they occur (computed at the first call)."""
-        keys_K, order_L, starts = sort_keys(self.keys_L)
-        num_features, batch_size = len(self.features), self.batch_size
-        bags = np.arange(num_features * batch_size).reshape(batch_size, num_features)
-        lengths = np.diff(self.offsets.numpy())
-        bag_of_id_L = bags.T.reshape(-1)
-        if not (lengths == 1).all():
-            bag_of_id_L = np.repeat(bag_of_id_L, lengths)
+        ordered = sort_keys(self.keys_L)
+        bag_of_id_L = sample_major_bag_of_id(self.lengths_FB)
+        weights_L = self.weights_L
+        if weights_L is not None:
+            weights_L = torch.from_numpy(weights_L.numpy()[ordered.order_L.numpy()])
         return UniqueKeys(
-            keys_K=keys_K,
-            bags_L=torch.from_numpy(bag_of_id_L[order_L.numpy()]),
-            starts=starts,
-            weights_L=self._weights_at(order_L.numpy()),
+            keys_K=ordered.keys_K,
+            bags_L=torch.from_numpy(bag_of_id_L[ordered.order_L.numpy()]),
+            starts=ordered.starts,
+            weights_L=weights_L,
         )
-
-    def _weights_at(self, position_L: Int64Array) -> Tensor | None:
-        if self.weights_L is None:
-            return None
-        return torch.from_numpy(self.weights_L.numpy()[position_L])
-
-
-@dataclass(frozen=True, eq=False)
-class BatchPlan:
-    """What a batch needs from the tables. Holds ids and positions, no rows.
-
-    Attributes:
-        batch_size: `B`.
-        groups: one `GroupPlan` per table group, in the order of the groups.
-    """
-
-    batch_size: int
-    groups: tuple[GroupPlan, ...]
 
 
 class Router:
@@ -160,10 +146,10 @@ class Router:
     Args:
         tables: every table.
         features: every sparse feature, in the order of the batch's ids.
-        groups: the table groups that hold the tables whole, as in a single process.
+        groups: the table groups that are everywhere; their tables are whole.
 
     Raises:
-        ValueError: where names repeat, a feature's table is unknown, or a table isn't held whole.
+        ValueError: where names repeat, or a feature's table is unknown.
     """
 
     def __init__(
@@ -177,24 +163,46 @@ class Router:
         self._features = tuple(features)
         self._rows_F = np.array([by_name[f.table].rows for f in features], dtype=np.int64)
         self._groups = tuple(groups)
-        self._features_of_group = tuple(
-            tuple(i for i, f in enumerate(features) if f.table in group.key_offsets)
+        self._first_keys = [
+            dict(zip((p.table for p in group.pieces), group.first_keys, strict=True))
             for group in groups
+        ]
+        self._features_of_group = tuple(
+            tuple(i for i, f in enumerate(features) if f.table in first_keys)
+            for first_keys in self._first_keys
         )
-        held = [(s.table, s.num_rows, s.num_cols) for group in groups for s in group.shards]
-        if sorted(held) != sorted((table.name, table.rows, table.dim) for table in tables):
-            raise ValueError(f"the groups must hold every table whole, once; they hold {held}")
+        for group in groups:
+            for piece in group.pieces:
+                table = by_name[piece.table]
+                is_whole = (piece.num_rows, piece.dim) == (table.rows, table.dim)
+                assert is_whole, f"table {table.name!r} isn't whole: {piece}"
 
     @property
     def features_of_group(self) -> tuple[tuple[int, ...], ...]:
         """Per group the positions of its features."""
         return self._features_of_group
 
-    def plan_batch(self, ids: JaggedIds) -> BatchPlan:
-        """Check the ids and route them.
+    def plan_groups(self, ids: JaggedIds) -> tuple[GroupPlan, ...]:
+        """Check the ids and route those of the groups; one plan per group.
 
         Args:
             ids: CPU tensors, one feature per configured feature, in that order; read, not kept.
+
+        Raises:
+            IdOutOfRange: see `check`.
+            ValueError: where the number of features differs from the configured one.
+        """
+        self.check(ids)
+        starts = _feature_starts(ids)
+        return tuple(
+            self._plan_group(group, features, ids, starts, first_keys)
+            for group, features, first_keys in zip(
+                self._groups, self._features_of_group, self._first_keys, strict=True
+            )
+        )
+
+    def check(self, ids: JaggedIds) -> None:
+        """Check the ids of all features, also of those that lead to other ranks.
 
         Raises:
             IdOutOfRange: for the first id (by feature, then sample) that is negative or ≥ the
@@ -205,18 +213,9 @@ class Router:
             raise ValueError(
                 f"the batch has {ids.num_features} sparse features, the model {len(self._features)}"
             )
-        values_L, offsets = ids.values_L.numpy(), ids.offsets.numpy()
-        feature_starts = (
-            offsets[:: ids.batch_size]
-            if ids.batch_size
-            else offsets[:1].repeat(ids.num_features + 1)
+        self._check_ids(
+            ids.values_L.numpy(), ids.offsets.numpy(), _feature_starts(ids), ids.batch_size
         )
-        self._check_ids(values_L, offsets, feature_starts, ids.batch_size)
-        groups = tuple(
-            self._plan_group(group, features, ids, feature_starts)
-            for group, features in zip(self._groups, self._features_of_group, strict=True)
-        )
-        return BatchPlan(batch_size=ids.batch_size, groups=groups)
 
     def _check_ids(
         self, values_L: Int64Array, offsets: Int64Array, feature_starts: Int64Array, batch_size: int
@@ -232,16 +231,25 @@ class Router:
         if not bad.size:
             return
         index = int(filled_F[bad[0]])
-        feature, rows = self._features[index], int(self._rows_F[index])
+        rows = int(self._rows_F[index])
         start, stop = feature_starts[index], feature_starts[index + 1]
         position = int(start + np.argmax(values_L[start:stop].view(np.uint64) >= np.uint64(rows)))
         bag = int(np.searchsorted(offsets, position, side="right")) - 1
-        raise IdOutOfRange(
+        raise self.id_error(index, int(values_L[position]), bag - index * batch_size)
+
+    def id_error(
+        self, feature_index: int, bad_id: int, sample: int, rank: int | None = None
+    ) -> IdOutOfRange:
+        """The error about an id, in words; `rank` where it is another rank's."""
+        feature = self._features[feature_index]
+        return IdOutOfRange(
             feature=feature.name,
             table=feature.table,
-            id=int(values_L[position]),
-            rows=rows,
-            sample=bag - index * batch_size,
+            id=bad_id,
+            rows=int(self._rows_F[feature_index]),
+            sample=sample,
+            feature_index=feature_index,
+            rank=rank,
         )
 
     def _plan_group(
@@ -250,6 +258,7 @@ class Router:
         features: tuple[int, ...],
         ids: JaggedIds,
         feature_starts: Int64Array,
+        first_keys: dict[str, int],
     ) -> GroupPlan:
         batch_size = ids.batch_size
         values_L, all_offsets = ids.values_L.numpy(), ids.offsets.numpy()
@@ -260,15 +269,15 @@ class Router:
         for feature in features:
             segment_L = values_L[feature_starts[feature] : feature_starts[feature + 1]]
             stop = position + segment_L.size
-            key_offset = group.key_offsets[self._features[feature].table]
-            np.add(segment_L, key_offset, out=keys_L[position:stop])
+            first_key = first_keys[self._features[feature].table]
+            np.add(segment_L, first_key, out=keys_L[position:stop])
             position = stop
         weights_L = self._weights(group.dtype, features, lengths_FB, ids.weights_L, feature_starts)
         return GroupPlan(
             features=features,
             batch_size=batch_size,
             keys_L=torch.from_numpy(keys_L),
-            offsets=torch.from_numpy(_offsets_of(lengths_FB.reshape(-1))),
+            offsets=torch.from_numpy(offsets_of(lengths_FB.reshape(-1))),
             weights_L=weights_L,
         )
 
@@ -299,22 +308,46 @@ class Router:
         return torch.cat(parts) if parts else torch.empty(0, dtype=dtype)
 
 
-def sort_keys(keys_L: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _feature_starts(ids: JaggedIds) -> Int64Array:
+    """`F + 1` positions in `values_L` where the features' ids begin."""
+    offsets: Int64Array = ids.offsets.numpy()
+    if not ids.batch_size:
+        return offsets[:1].repeat(ids.num_features + 1)
+    return offsets[:: ids.batch_size]
+
+
+class SortedKeys(NamedTuple):
+    """Keys grouped by value.
+
+    Attributes:
+        keys_K: int64, sorted and distinct.
+        order_L: int64 positions of the keys, grouped by key and ascending within a key.
+        starts: int64, `K + 1`; the positions of `keys_K[k]` are `order_L[starts[k]:starts[k+1]]`.
+    """
+
+    keys_K: Tensor
+    order_L: Tensor
+    starts: Tensor
+
+    def inverse_L(self) -> Tensor:
+        """Of each key, in the original order, its place among the distinct ones."""
+        counts = np.diff(self.starts.numpy())
+        inverse_L = np.empty(self.order_L.numel(), dtype=np.int64)
+        inverse_L[self.order_L.numpy()] = np.repeat(np.arange(counts.size), counts)
+        return torch.from_numpy(inverse_L)
+
+
+def sort_keys(keys_L: Tensor) -> SortedKeys:
     """Sort keys and find the distinct ones.
 
     Args:
         keys_L: int64, not negative.
-
-    Returns:
-        `keys_K` sorted and distinct; `order_L`, the positions in `keys_L` grouped by key and
-        ascending within a key; `starts`, `K + 1` entries: the positions of `keys_K[k]` are
-        `order_L[starts[k] : starts[k+1]]`. All int64.
     """
     keys: Any = keys_L.numpy()
     num_ids = keys.size
     if not num_ids:
         empty = torch.empty(0, dtype=torch.int64)
-        return empty, empty, torch.zeros(1, dtype=torch.int64)
+        return SortedKeys(empty, empty, torch.zeros(1, dtype=torch.int64))
     position_bits = int(num_ids).bit_length()
     if int(keys.max()).bit_length() + position_bits < 64:
         # Key and position in one number: sorting values is several times as fast as sorting
@@ -330,14 +363,50 @@ def sort_keys(keys_L: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     is_first_L[0] = True
     np.not_equal(sorted_L[1:], sorted_L[:-1], out=is_first_L[1:])
     first_K = np.flatnonzero(is_first_L)
-    return (
+    return SortedKeys(
         torch.from_numpy(sorted_L[first_K]),
         torch.from_numpy(order_L),
         torch.from_numpy(np.append(first_K, num_ids)),
     )
 
 
-def _offsets_of(lengths: Int64Array) -> Int64Array:
+def sample_major(
+    lengths_FB: Int64Array, offsets: Int64Array, keys_L: Tensor, weights_L: Tensor | None
+) -> SampleMajorBags:
+    """Feature-major bags in the order of the pooled result: by sample, then feature.
+
+    Args:
+        lengths_FB: keys per bag.
+        offsets: `F·B + 1`, where each bag starts.
+        keys_L: keys, bag `(f, b)` after bag.
+        weights_L: factor of each key, or None where all are 1.
+    """
+    starts_BF = offsets[:-1].reshape(lengths_FB.shape).T.reshape(-1)
+    lengths = lengths_FB.T.reshape(-1)
+    major_offsets = offsets_of(lengths)
+    if (lengths == 1).all():
+        source_L = starts_BF
+    else:
+        # Where a bag starts, less where it goes: repeated over its ids, it is each id's shift.
+        source_L = np.repeat(starts_BF - major_offsets[:-1], lengths)
+        source_L += np.arange(source_L.size)
+    return SampleMajorBags(
+        keys_L=torch.from_numpy(keys_L.numpy()[source_L]),
+        offsets=torch.from_numpy(major_offsets),
+        weights_L=None if weights_L is None else torch.from_numpy(weights_L.numpy()[source_L]),
+    )
+
+
+def sample_major_bag_of_id(lengths_FB: Int64Array) -> Int64Array:
+    """Of each key of feature-major bags, the sample-major bag (`b · F + f`) it is in."""
+    num_features, batch_size = lengths_FB.shape
+    bags = np.arange(num_features * batch_size).reshape(batch_size, num_features).T.reshape(-1)
+    lengths = lengths_FB.reshape(-1)
+    return bags if (lengths == 1).all() else np.repeat(bags, lengths)
+
+
+def offsets_of(lengths: Int64Array) -> Int64Array:
+    """`n + 1` offsets of segments of these lengths."""
     offsets = np.zeros(lengths.size + 1, dtype=np.int64)
     np.cumsum(lengths, out=offsets[1:])
     return offsets

@@ -54,6 +54,10 @@ class RowOptimizerConfig:
                 raise ValueError(f"optim.sparse.{key} is {value}, must be at least 0 and below 1")
 
 
+# The state that is one number for a whole row, by the rule's name.
+ROW_STATE = {"rowwise_adagrad": "sum"}
+
+
 def state_widths(config: RowOptimizerConfig, dim: int) -> dict[str, int]:
     """Numbers of optimizer state per row, by the state's name (torch.optim's names)."""
     widths: dict[str, dict[str, int]] = {
@@ -73,6 +77,7 @@ def update_rows(
     *,
     lr: float,
     num_steps: int,
+    row_state_K1: Tensor | None = None,
 ) -> None:
     """Apply one step of the rule to `rows_KD` and `state`, in place.
 
@@ -83,19 +88,40 @@ def update_rows(
         grads_KD: one gradient per row; not changed.
         lr: learning rate.
         num_steps: number of this step in the run, from 1; read by Adam's bias correction.
+        row_state_K1: new value of a state that belongs to whole rows, where `rows_KD` are not all
+            of their columns (`row_squares`); None: it follows from these rows.
     """
-    if config.weight_decay:
-        grads_KD = grads_KD.add(rows_KD, alpha=config.weight_decay)
+    grads_KD = decayed(config, rows_KD, grads_KD)
     if config.name == "sgd":
         rows_KD.sub_(grads_KD, alpha=lr)
     elif config.name == "adagrad":
         sum_KD = state["sum"].addcmul_(grads_KD, grads_KD)
         rows_KD.addcdiv_(grads_KD, sum_KD.sqrt().add_(config.eps), value=-lr)
     elif config.name == "rowwise_adagrad":
-        sum_K1 = state["sum"].add_(grads_KD.square().mean(dim=1, keepdim=True))
+        if row_state_K1 is None:
+            sum_K1 = state["sum"].add_(row_squares(grads_KD, grads_KD.shape[1]))
+        else:
+            sum_K1 = state["sum"].copy_(row_state_K1)
         rows_KD.addcdiv_(grads_KD, sum_K1.sqrt().add_(config.eps), value=-lr)
     else:
         _update_adam(config, rows_KD, state, grads_KD, lr=lr, num_steps=num_steps)
+
+
+def decayed(config: RowOptimizerConfig, rows_KD: Tensor, grads_KD: Tensor) -> Tensor:
+    """The gradients with the rule's weight decay."""
+    if not config.weight_decay:
+        return grads_KD
+    return grads_KD.add(rows_KD, alpha=config.weight_decay)
+
+
+def row_squares(grads_KD: Tensor, dim: int) -> Tensor:
+    """What these columns add to row-wise Adagrad's state, `(K, 1)`.
+
+    Args:
+        grads_KD: gradients of some columns of the rows, decayed.
+        dim: columns of the whole table.
+    """
+    return grads_KD.square().sum(dim=1, keepdim=True) / dim
 
 
 def _update_adam(

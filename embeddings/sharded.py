@@ -2,65 +2,85 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from data.batch import JaggedIds
+from embeddings.bag_sum import bag_sum
+from embeddings.communicator import Communicator, SingleProcess
+from embeddings.exchange import Exchange, ExchangePlan, PendingPlan
 from embeddings.fused import FusedGroup, load_fbgemm, why_not_fused
-from embeddings.plan import Plan, local_groups, single_process_plan
-from embeddings.router import BatchPlan, GroupPlan, Router, sort_keys
-from embeddings.row_optim import RowOptimizerConfig
-from embeddings.store import RowStore
+from embeddings.kv_gradients import KVGradients
+from embeddings.layout import build_key_spaces, split_row_stretches
+from embeddings.plan import Plan, single_process_plan
+from embeddings.replicas import Replicas
+from embeddings.router import GroupPlan, IdOutOfRange, Router
+from embeddings.row_optim import ROW_STATE, RowOptimizerConfig
+from embeddings.row_squares import RowSquares
+from embeddings.store import RowsPart, RowStore
 from embeddings.table import FeatureConfig, TableConfig, validate_tables
+from embeddings.table_group import ColumnRange, local_groups
+from embeddings.table_reader import TableReader
 
 Backend = Literal["auto", "torch", "fbgemm"]
+Wire = Literal["fp32", "bf16", "fp16"]
 
 
 @dataclass(frozen=True, eq=False)
-class KVGradients:
-    """Gradients of one table group's rows: the only form they exist in outside a fused kernel.
+class BatchPlan:
+    """What a batch needs from the tables. Holds ids and positions, no rows.
 
     Attributes:
-        group: index of the table group.
-        keys_K: int64 keys, sorted and distinct.
-        grads_KD: the gradient of each key's row, duplicates summed.
+        batch_size: `B`.
+        groups: one `GroupPlan` per table group that every rank holds.
+        exchange: what travels between ranks; None in one process.
+        total_weight: sum of the example weights of the *global* batch.
+        global_batch_size: its samples.
     """
 
-    group: int
-    keys_K: Tensor
-    grads_KD: Tensor
+    batch_size: int
+    groups: tuple[GroupPlan, ...]
+    exchange: ExchangePlan | None
+    total_weight: float
+    global_batch_size: int
 
 
 class ShardedEmbeddings:
     """Every table of the model behind four calls; the only class the trainer sees.
 
     Who owns what: the `plan` says which rank holds which rectangle, the `store` holds this rank's
-    weights and optimizer state, the router is stateless, and a `BatchPlan` holds a batch's ids.
+    weights and optimizer state, the exchange holds buffers, and a `BatchPlan` holds a batch's ids.
     The pooled vectors and their gradient belong to the caller.
 
-    Phases of a step, in order:
+    Phases of a step, in order; each is called by all ranks, with an empty batch too:
 
         plan_batch(ids)            ids only; may run any number of steps ahead
         lookup(plan)               → pooled_BS, a leaf that the dense network differentiates
-        backward(plan, grad, lr)   → KV gradients (torch), or the update itself (fbgemm)
+        backward(plan, grad, lr)   → KV gradients, summed over ranks, of the rows held here
         apply(gradients, lr)       rows and state updated; once per optimizer step, on every step
 
-    With one process no call communicates: there are no collectives.
+    Collectives of a step, whatever the plan (`exchange.py` has their sizes): counts and ids in
+    `plan_batch`, rows in `lookup`, gradients in `backward`, and in `apply` one more where columns
+    are split under a row-wise optimizer. With one process there are none. `plan_batch`, `lookup`
+    and `backward` each have a `begin_…` that issues and returns, so that what travels may be hidden
+    behind other work; begun and finished in the same order they give the same bits.
 
-    Backends. `torch`: a lookup is an embedding bag over a group's flat array; its backward is the
-    transposed lookup, again an embedding bag, over the gradient seen as one row per bag: the sum
-    for each key is made by one thread in a fixed order, so equal runs are equal to the bit. Any
-    dim, fp32 or fp64. `fbgemm`: see `embeddings.fused`; `backward` updates at once and returns no
+    Backends. `torch`: a lookup is a sum over a group's flat array; its backward is the transposed
+    sum, over the gradient seen as one row per bag: the sum for each key is made by one thread in a
+    fixed order, so equal runs are equal to the bit. Any dim, fp32 or fp64, any number of ranks.
+    `fbgemm`: see `embeddings.fused`; one process; `backward` updates at once and returns no
     gradients. Bag weights are not trained.
 
     Attributes:
-        plan: who owns what; here `single_process_plan`.
-        store: the rows and their state.
+        tables: every table, held here or not.
+        dtype: type of weights and state.
+        comm: the ranks.
+        plan: who owns what.
+        store: the rows that this rank holds, and their state.
         backend: the backend in use, `torch` or `fbgemm`.
         backend_message: one line on why it is that one.
         feature_offsets: `F + 1` columns; feature `f` has the columns
@@ -72,14 +92,16 @@ class ShardedEmbeddings:
         optimizer: update rule of the rows and its constants.
         dtype: fp32 or fp64.
         seed: the run's seed, which the start values depend on.
+        plan: who owns what; None: every table whole, in one process.
+        comm: the ranks; None: one process.
+        wire: type of values on the wire; `fp32` leaves them as they are.
         backend: `auto` takes fbgemm where it is legal and loads, else torch.
         accumulate: micro-batches per optimizer step (`train.accumulate`); only tells whether a
             fused update is legal, the caller sums with `sum_kv`.
         clip_norm: bound of the global gradient norm or None; likewise.
-        world_size: number of ranks; only 1 so far.
 
     Raises:
-        ValueError: naming the config key, for a type, backend or world size that can't be had.
+        ValueError: naming the config key, for a type, plan or backend that can't be had.
     """
 
     def __init__(
@@ -90,60 +112,132 @@ class ShardedEmbeddings:
         *,
         dtype: torch.dtype,
         seed: int,
+        plan: Plan | None = None,
+        comm: Communicator | None = None,
+        wire: Wire = "fp32",
         backend: Backend = "auto",
         accumulate: int = 1,
         clip_norm: float | None = None,
-        world_size: int = 1,
     ) -> None:
         if dtype not in (torch.float32, torch.float64):
             raise ValueError(f"tables are fp32 or fp64, not {dtype} (train.precision)")
-        if world_size != 1:
-            raise ValueError(f"tables are not yet sharded: launch.nproc is {world_size}, must be 1")
         validate_tables(tables, features)
-        self.plan: Plan = single_process_plan(tables)
+        self.comm = comm if comm is not None else SingleProcess()
+        self.plan: Plan = plan if plan is not None else single_process_plan(tables)
         self.plan.validate(tables)
-        groups = local_groups(self.plan, rank=0, dtype=dtype, optimizer=optimizer.name)
-        illegal = why_not_fused(groups, optimizer, accumulate=accumulate, clip_norm=clip_norm)
+        if self.plan.world_size != self.comm.world_size:
+            raise ValueError(
+                f"the plan is for {self.plan.world_size} ranks, the run has "
+                f"{self.comm.world_size} (launch.nproc)"
+            )
+        groups_of_rank = [
+            local_groups(self.plan, rank=rank, dtype=dtype, optimizer=optimizer.name)
+            for rank in range(self.comm.world_size)
+        ]
+        groups = groups_of_rank[self.comm.rank]
+        illegal = why_not_fused(
+            groups,
+            optimizer,
+            accumulate=accumulate,
+            clip_norm=clip_norm,
+            world_size=self.comm.world_size,
+        )
         self.backend, self.backend_message = _choose_backend(backend, illegal)
         self.store = RowStore(tables, groups, optimizer, seed=seed)
-        self._dtype = dtype
-        self._router = Router(tables, features, groups)
+        self.tables = tuple(tables)
+        self.dtype = dtype
+        self._local = [group for group in groups if group.everywhere]
+        self._router = Router(tables, features, self._local)
+        self._spaces = build_key_spaces(self.plan, tables, features, groups_of_rank)
+        self._everywhere = {piece.table for group in self._local for piece in group.pieces}
+        self._exchange: Exchange | None = None
+        if self.comm.world_size > 1:
+            value_bytes = 2 if wire in ("bf16", "fp16") else dtype.itemsize
+            replicas = Replicas(self._local, self.comm, value_bytes)
+            self._exchange = Exchange(
+                self._spaces, replicas, self._router, features, self.comm, dtype=dtype, wire=wire
+            )
+        self._row_squares: RowSquares | None = None
+        if optimizer.name in ROW_STATE:
+            stretches = split_row_stretches(self.plan, tables, groups_of_rank)
+            if stretches:
+                self._row_squares = RowSquares(stretches, tables, self.store, self.comm, dtype)
+        self._reader = TableReader(tables, groups_of_rank, self.store, self.comm)
 
         dims = {table.name: table.dim for table in tables}
         offsets = [0]
         for feature in features:
             offsets.append(offsets[-1] + dims[feature.table])
         self.feature_offsets: tuple[int, ...] = tuple(offsets)
-        # Per group the columns of pooled_BS that its features fill, as runs of adjacent features.
-        self._column_runs = [
-            _column_runs(features, self.feature_offsets)
-            for features in self._router.features_of_group
+        # Columns of pooled_BS that each local group and each key space fills.
+        self._local_columns = [
+            merge_in_order([(offsets[f], offsets[f + 1]) for f in group_features])
+            for group_features in self._router.features_of_group
         ]
+        self._space_columns = [
+            merge_in_order(
+                [
+                    (offsets[part.feature] + start, offsets[part.feature] + stop)
+                    for part in space.slices
+                    for start, stop in part.columns
+                ]
+            )
+            for space in self._spaces
+        ]
+        # Where every slice covers its table, each column is filled once; else several add up.
+        self._adds_up = not all(part.covers_table for sp in self._spaces for part in sp.slices)
         self._fused: dict[int, FusedGroup] = {}
         if self.backend == "fbgemm":
             for group, group_features in enumerate(self._router.features_of_group):
                 if group_features:
                     self._fused[group] = FusedGroup(self.store, group, len(group_features))
 
-    def plan_batch(self, ids: JaggedIds, *, training: bool = True) -> BatchPlan:
-        """Check and route the ids of a batch. Reads and changes no row.
+    # ------------------------------------------------------------------------------------ plan
+
+    def plan_batch(
+        self, ids: JaggedIds, *, training: bool = True, weight_sum: float | None = None
+    ) -> BatchPlan:
+        """Check and route the ids of a batch, and tell the other ranks. Reads and changes no row.
 
         Args:
-            ids: `F` features, `B` samples, on the CPU.
+            ids: `F` features, `B` samples of this rank, on the CPU.
             training: prepare for `backward` too; without, it would be prepared there when needed.
+            weight_sum: sum of this rank's example weights in the optimizer step, of which the plan
+                holds the total; None: its number of samples.
 
         Raises:
-            IdOutOfRange: for the first id that is not a row of its table.
+            IdOutOfRange: on all ranks alike, for an id of any rank that is not a row of its table.
         """
-        plan = self._router.plan_batch(ids)
+        pending = self.begin_plan(ids, training=training, weight_sum=weight_sum)
+        pending.send_ids()
+        return pending.finish()
+
+    def begin_plan(
+        self, ids: JaggedIds, *, training: bool = True, weight_sum: float | None = None
+    ) -> PendingBatchPlan:
+        """As `plan_batch`, but returns with the counts under way."""
+        weight = float(ids.batch_size) if weight_sum is None else weight_sum
+        bad_id: IdOutOfRange | None = None
+        groups: tuple[GroupPlan, ...] = ()
+        try:
+            groups = self._router.plan_groups(ids)
+        except IdOutOfRange as error:
+            if self._exchange is None:
+                raise
+            bad_id = error
         if self.backend == "torch":
-            for group in plan.groups:
+            for group in groups:
                 # Both are computed at their first use and kept in the plan: use them here, ahead
                 # of the step.
                 _ = group.sample_major
                 if training:
                     _ = group.unique
-        return plan
+        pending = None
+        if self._exchange is not None:
+            pending = self._exchange.begin_plan(ids, groups, weight, bad_id)
+        return PendingBatchPlan(ids.batch_size, groups, weight, pending, training)
+
+    # ---------------------------------------------------------------------------------- lookup
 
     def lookup(self, plan: BatchPlan, *, training: bool = True) -> Tensor:
         """Pooled vectors of a batch.
@@ -155,127 +249,234 @@ class ShardedEmbeddings:
         Returns:
             `pooled_BS`, contiguous; an empty bag's columns are 0.
         """
+        return self.begin_lookup(plan, training=training).finish()
+
+    def begin_lookup(self, plan: BatchPlan, *, training: bool = True) -> PendingLookup:
+        """As `lookup`, but returns with the rows under way."""
+        pending = None
+        if self._exchange is not None:
+            assert plan.exchange is not None
+            pending = self._exchange.begin_rows(plan.exchange, self.store)
+
+        def finish() -> Tensor:
+            parts = [
+                (columns, self._lookup_group(index, plan.groups[index]))
+                for index, columns in enumerate(self._local_columns)
+                if columns
+            ]
+            if pending is not None:
+                assert plan.exchange is not None
+                assert self._exchange is not None
+                for index, vectors_MD in enumerate(pending.finish()):
+                    pooled = self._exchange.pool(index, plan.exchange, vectors_MD)
+                    parts.append((self._space_columns[index], pooled))
+            return self._join_columns(plan.batch_size, parts).requires_grad_(training)
+
+        return PendingLookup(finish)
+
+    def _lookup_group(self, index: int, group: GroupPlan) -> Tensor:
+        """`(B, F·D)` of a local group's features."""
+        if self.backend == "fbgemm":
+            return self._fused[index].lookup(group)
+        bags = group.sample_major
+        pooled = bag_sum(self.store.weights(index), bags.keys_L, bags.offsets, bags.weights_L)
+        return pooled.view(group.batch_size, len(group.features) * self.store.groups[index].dim)
+
+    def _join_columns(
+        self, batch_size: int, parts: Sequence[tuple[list[ColumnRange], Tensor]]
+    ) -> Tensor:
+        """The parts' columns at their places in `pooled_BS`; the part itself where it is alone."""
         num_columns = self.feature_offsets[-1]
-        used = [group for group, runs in enumerate(self._column_runs) if runs]
-        if len(used) == 1:
-            pooled_BS = self._lookup_group(used[0], plan.groups[used[0]])
-        else:
-            pooled_BS = torch.empty(plan.batch_size, num_columns, dtype=self._dtype)
-            for group in used:
-                self._scatter_columns(
-                    group, self._lookup_group(group, plan.groups[group]), pooled_BS
-                )
-        return pooled_BS.requires_grad_(training)
+        if len(parts) == 1 and parts[0][0] == [(0, num_columns)]:
+            return parts[0][1]
+        make = torch.zeros if self._adds_up else torch.empty
+        pooled_BS = make(batch_size, num_columns, dtype=self.dtype)
+        for columns, part_BS in parts:
+            position = 0
+            for start, stop in columns:
+                values = part_BS[:, position : position + stop - start]
+                if self._adds_up:
+                    pooled_BS[:, start:stop] += values
+                else:
+                    pooled_BS[:, start:stop] = values
+                position += stop - start
+        return pooled_BS
+
+    def _take_columns(self, columns: list[ColumnRange], grad_BS: Tensor) -> Tensor:
+        """Some columns of the gradient; the gradient itself where they are all."""
+        if columns == [(0, self.feature_offsets[-1])]:
+            return grad_BS
+        return torch.cat([grad_BS[:, start:stop] for start, stop in columns], dim=1)
+
+    # -------------------------------------------------------------------------------- backward
 
     def backward(self, plan: BatchPlan, grad_BS: Tensor, lr: float) -> list[KVGradients]:
-        """From the gradient of the pooled vectors to those of the rows.
+        """From the gradient of the pooled vectors to those of the rows held here.
 
         Args:
             plan: the batch that was looked up.
-            grad_BS: gradient of the loss by `lookup`'s result, of its shape and type.
+            grad_BS: gradient of the loss by `lookup`'s result, of its shape and type; the loss is
+                this rank's share of the global mean.
             lr: learning rate of this step; the fused update takes place here.
 
         Returns:
-            One `KVGradients` per group (torch), or an empty list (fbgemm: rows are updated).
+            Gradients by group (torch), summed over the samples of all ranks: pass them through
+            `sum_kv`; or an empty list (fbgemm: rows are updated).
         """
+        return self.begin_backward(plan, grad_BS, lr).finish()
+
+    def begin_backward(self, plan: BatchPlan, grad_BS: Tensor, lr: float) -> PendingBackward:
+        """As `backward`, but returns with the gradients under way."""
         expected = (plan.batch_size, self.feature_offsets[-1])
         assert grad_BS.shape == expected, f"gradient {tuple(grad_BS.shape)}, pooled {expected}"
-        assert grad_BS.dtype == self._dtype, f"gradient {grad_BS.dtype}, tables {self._dtype}"
+        assert grad_BS.dtype == self.dtype, f"gradient {grad_BS.dtype}, tables {self.dtype}"
         gradients: list[KVGradients] = []
-        for index, group in enumerate(plan.groups):
-            if not group.features:
-                continue
-            group_grad_BS = self._gather_columns(index, grad_BS)
+        for index, columns in enumerate(self._local_columns):
+            group_grad_BS = self._take_columns(columns, grad_BS) if columns else grad_BS[:, :0]
             if self.backend == "fbgemm":
-                self._fused[index].backward_and_update(group, group_grad_BS, lr)
-            else:
-                gradients.append(self._backward_group(index, group, group_grad_BS))
-        return gradients
+                if columns:
+                    self._fused[index].backward_and_update(plan.groups[index], group_grad_BS, lr)
+            elif columns or self._exchange is not None:
+                gradients.append(self._backward_group(index, plan.groups[index], group_grad_BS))
+        if self._exchange is None:
+            return PendingBackward(lambda: gradients)
+        assert plan.exchange is not None
+        space_grads = [self._take_columns(columns, grad_BS) for columns in self._space_columns]
+        pending = self._exchange.begin_grads(plan.exchange, space_grads, gradients)
+        return PendingBackward(pending.finish)
+
+    def _backward_group(self, index: int, group: GroupPlan, grad_BS: Tensor) -> KVGradients:
+        unique = group.unique
+        bag_grads = grad_BS.reshape(-1, self.store.groups[index].dim)
+        grads_KD = bag_sum(bag_grads, unique.bags_L, unique.starts, unique.weights_L)
+        return KVGradients(index, unique.keys_K, grads_KD)
+
+    # ----------------------------------------------------------------------------------- apply
 
     def apply(self, kv_gradients: Sequence[KVGradients], lr: float) -> None:
         """Update rows and their state; called once per optimizer step, whatever the backend.
 
         Args:
-            kv_gradients: at most one per group, from `backward` or `sum_kv`; empty for fbgemm.
+            kv_gradients: at most one per group, from `sum_kv`; empty for fbgemm.
             lr: learning rate of this step.
         """
         groups = [gradients.group for gradients in kv_gradients]
         assert len(set(groups)) == len(groups), f"one gradient per group, not {groups}: use sum_kv"
         self.store.begin_step()
-        for gradients in kv_gradients:
-            self.store.apply(gradients.group, gradients.keys_K, gradients.grads_KD, lr)
+        row_state: dict[int, Tensor] = {}
+        if self._row_squares is not None:
+            row_state = self._row_squares.new_state(kv_gradients)
+        for group, keys_K, grads_KD in kv_gradients:
+            self.store.apply(group, keys_K, grads_KD, lr, row_state.get(group))
 
-    def _lookup_group(self, index: int, group: GroupPlan) -> Tensor:
-        """`(B, F·D)` of a group's features."""
-        if self.backend == "fbgemm":
-            return self._fused[index].lookup(group)
-        bags = group.sample_major
-        pooled = _embedding_bag(
-            self.store.weights(index), bags.keys_L, bags.offsets, bags.weights_L
-        )
-        return pooled.view(group.batch_size, len(group.features) * self.store.groups[index].dim)
+    def counted_once(self, kv_gradients: Sequence[KVGradients]) -> list[Tensor]:
+        """Those gradients of this rank that, over all ranks, are the gradients of all rows, each
+        once: replicas count on rank 0 only. For the global norm."""
+        return [
+            grads_KD
+            for group, _, grads_KD in kv_gradients
+            if self.comm.rank == 0 or not self.store.groups[group].everywhere
+        ]
 
-    def _backward_group(self, index: int, group: GroupPlan, grad_BS: Tensor) -> KVGradients:
-        unique = group.unique
-        bag_grads = grad_BS.reshape(-1, self.store.groups[index].dim)
-        grads_KD = _embedding_bag(bag_grads, unique.bags_L, unique.starts, unique.weights_L)
-        return KVGradients(index, unique.keys_K, grads_KD)
+    # ------------------------------------------------------------------------------ whole rows
 
-    def _scatter_columns(self, group: int, group_BS: Tensor, pooled_BS: Tensor) -> None:
-        """Copy a group's columns to their places in the pooled vectors of all groups."""
-        position = 0
-        for start, stop in self._column_runs[group]:
-            pooled_BS[:, start:stop] = group_BS[:, position : position + stop - start]
-            position += stop - start
+    def own_parts(self, table: str, row_start: int, row_stop: int) -> list[RowsPart]:
+        """What this rank is to write down of some rows, so that all ranks together write each
+        number once: the rows it holds; of a replica, all on rank 0."""
+        if self.comm.rank > 0 and table in self._everywhere:
+            return []
+        return self.store.read_parts(table, row_start, row_stop)
 
-    def _gather_columns(self, group: int, grad_BS: Tensor) -> Tensor:
-        """A group's columns of the gradient; the gradient itself where the group has them all."""
-        runs = self._column_runs[group]
-        if runs == [(0, self.feature_offsets[-1])]:
-            return grad_BS
-        return torch.cat([grad_BS[:, start:stop] for start, stop in runs], dim=1)
+    def read(self, table: str, row_start: int, row_stop: int) -> dict[str, Tensor] | None:
+        """Whole rows and their state, from the ranks that hold them: called by all ranks.
+
+        Args:
+            table: name of the table.
+            row_start: first row.
+            row_stop: one past the last row.
+
+        Returns:
+            As `RowStore.read`, on rank 0; None on the others.
+        """
+        return self._reader.read(table, row_start, row_stop)
 
 
-def sum_kv(micro_batches: Sequence[Sequence[KVGradients]]) -> list[KVGradients]:
-    """Sum the gradients of several micro-batches, key by key.
+class PendingBatchPlan:
+    """A batch whose counts, and then ids, are under way; see `ShardedEmbeddings.begin_plan`.
 
-    Args:
-        micro_batches: results of `ShardedEmbeddings.backward`, in the order of the samples.
-
-    Returns:
-        One `KVGradients` per group that occurs, keys sorted and distinct. Equal keys are summed in
-        the order of the micro-batches.
+    `send_ids` and `finish` are called once each, in this order.
     """
-    by_group: dict[int, list[KVGradients]] = {}
-    for micro_batch in micro_batches:
-        for gradients in micro_batch:
-            by_group.setdefault(gradients.group, []).append(gradients)
-    summed: list[KVGradients] = []
-    for group, parts in sorted(by_group.items()):
-        if len(parts) == 1:
-            summed.append(parts[0])
-            continue
-        keys_K, order_L, starts = sort_keys(torch.cat([part.keys_K for part in parts]))
-        grads_LD = torch.cat([part.grads_KD for part in parts])
-        summed.append(KVGradients(group, keys_K, _embedding_bag(grads_LD, order_L, starts, None)))
-    return summed
 
+    def __init__(
+        self,
+        batch_size: int,
+        groups: tuple[GroupPlan, ...],
+        weight_sum: float,
+        pending: PendingPlan | None,
+        training: bool,
+    ) -> None:
+        self._batch_size, self._groups, self._weight_sum = batch_size, groups, weight_sum
+        self._pending, self._training = pending, training
 
-def _embedding_bag(
-    rows_RD: Tensor, index_L: Tensor, offsets: Tensor, weights_L: Tensor | None
-) -> Tensor:
-    """(Weighted) sum of `rows_RD[index_L]` per bag; an empty bag gives 0."""
-    if not index_L.numel():
-        return torch.zeros(offsets.numel() - 1, rows_RD.shape[1], dtype=rows_RD.dtype)
-    with torch.no_grad():
-        return F.embedding_bag(
-            index_L,
-            rows_RD,
-            offsets,
-            mode="sum",
-            per_sample_weights=weights_L,
-            include_last_offset=True,
+    def send_ids(self) -> None:
+        """Waits for the counts and issues the ids.
+
+        Raises:
+            IdOutOfRange: see `ShardedEmbeddings.plan_batch`.
+        """
+        if self._pending is not None:
+            self._pending.send_ids()
+
+    def finish(self) -> BatchPlan:
+        """Waits for the ids; the plan is complete."""
+        if self._pending is None:
+            return BatchPlan(
+                self._batch_size, self._groups, None, self._weight_sum, self._batch_size
+            )
+        exchange = self._pending.finish()
+        if self._training:
+            for service in exchange.services:
+                if service is not None:
+                    _ = service.by_key  # Ahead of the step, like the local groups' keys.
+        return BatchPlan(
+            self._batch_size,
+            self._groups,
+            exchange,
+            exchange.total_weight,
+            sum(exchange.batch_sizes),
         )
+
+
+class PendingLookup:
+    """Rows under way."""
+
+    def __init__(self, finish: Callable[[], Tensor]) -> None:
+        self._finish = finish
+
+    def finish(self) -> Tensor:
+        """`pooled_BS`."""
+        return self._finish()
+
+
+class PendingBackward:
+    """Gradients under way."""
+
+    def __init__(self, finish: Callable[[], list[KVGradients]]) -> None:
+        self._finish = finish
+
+    def finish(self) -> list[KVGradients]:
+        """See `ShardedEmbeddings.backward`."""
+        return self._finish()
+
+
+def merge_in_order(ranges: Sequence[ColumnRange]) -> list[ColumnRange]:
+    """Half-open ranges as they come, neighbours that touch merged."""
+    merged: list[ColumnRange] = []
+    for start, stop in ranges:
+        if merged and merged[-1][1] == start:
+            start = merged.pop()[0]
+        merged.append((start, stop))
+    return merged
 
 
 def _choose_backend(requested: Backend, illegal: str | None) -> tuple[str, str]:
@@ -297,14 +498,3 @@ def _choose_backend(requested: Backend, illegal: str | None) -> tuple[str, str]:
     if requested == "fbgemm":
         raise ValueError(f"train.backend=fbgemm can't be used: {reason}; set train.backend=torch")
     return "torch", f"torch: {reason}"
-
-
-def _column_runs(features: Sequence[int], feature_offsets: Sequence[int]) -> list[tuple[int, int]]:
-    """Columns of the features as half-open ranges, adjacent ones merged."""
-    runs: list[tuple[int, int]] = []
-    for feature in features:
-        start, stop = feature_offsets[feature], feature_offsets[feature + 1]
-        if runs and runs[-1][1] == start:
-            start = runs.pop()[0]
-        runs.append((start, stop))
-    return runs

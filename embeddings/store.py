@@ -8,15 +8,17 @@ asked for.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from embeddings.plan import Shard, TableGroup
-from embeddings.row_optim import RowOptimizerConfig, state_widths, update_rows
+from embeddings.row_optim import ROW_STATE, RowOptimizerConfig, state_widths, update_rows
 from embeddings.table import TableConfig, fill_uniform
+from embeddings.table_group import Piece, TableGroup
 
 WEIGHT = "weight"
+_BLOCK_ROWS = 65_536
 
 
 class RowStore:
@@ -30,7 +32,7 @@ class RowStore:
         num_steps: optimizer steps begun so far; Adam's global count.
 
     Args:
-        tables: the config of every table that the groups hold shards of.
+        tables: the config of every table that the groups hold pieces of.
         groups: the groups to allocate; weights start at the tables' start values, state at zero
             (and takes physical memory only once touched).
         optimizer: rule and constants of the update.
@@ -48,7 +50,7 @@ class RowStore:
         self.num_steps = 0
         self._optimizer = optimizer
         self._groups = tuple(groups)
-        self._places: dict[str, tuple[int, Shard]] = {}
+        self._places: dict[str, list[_Place]] = {}
         self._weights: list[Tensor] = []
         self._state: list[dict[str, Tensor]] = []
         by_name = {table.name: table for table in tables}
@@ -58,27 +60,31 @@ class RowStore:
             self._state.append(
                 {n: torch.zeros(group.num_rows, w, dtype=group.dtype) for n, w in widths.items()}
             )
-            for shard in group.shards:
-                assert shard.table not in self._places, f"two shards of table {shard.table!r}"
-                self._places[shard.table] = (index, shard)
-                self._fill(by_name[shard.table], index, shard, seed)
+            for piece, key in zip(group.pieces, group.first_keys, strict=True):
+                place = _Place(index, key, piece)
+                self._places.setdefault(piece.table, []).append(place)
+                self._fill(by_name[piece.table], place, seed)
         self._tables = tuple(table for table in tables if table.name in self._places)
+        self._dims = {table.name: table.dim for table in tables}
 
-    def _fill(self, table: TableConfig, group: int, shard: Shard, seed: int) -> None:
-        key = self._groups[group].key_offsets[shard.table]
-        fill_uniform(
-            self._weights[group][key : key + shard.num_rows],
-            seed=seed,
-            table_name=table.name,
-            row_start=shard.row_start,
-            col_start=shard.col_start,
-            dim=table.dim,
-            bound=table.default_bound,
-        )
+    def _fill(self, table: TableConfig, place: _Place, seed: int) -> None:
+        rows_RD = self._weights[place.group][place.key : place.key + place.piece.num_rows]
+        column = 0
+        for start, stop in place.piece.columns:
+            fill_uniform(
+                rows_RD[:, column : column + stop - start],
+                seed=seed,
+                table_name=table.name,
+                row_start=place.piece.row_start,
+                col_start=start,
+                dim=table.dim,
+                bound=table.default_bound,
+            )
+            column += stop - start
 
     @property
     def tables(self) -> tuple[TableConfig, ...]:
-        """The tables this store holds a shard of, in the order given."""
+        """The tables this store holds a piece of, in the order given."""
         return self._tables
 
     @property
@@ -101,8 +107,17 @@ class RowStore:
 
     def state_widths(self, table: str) -> dict[str, int]:
         """Numbers of state per row of `table`, by the state's name."""
-        group, _ = self._place(table)
-        return state_widths(self._optimizer, self._groups[group].dim)
+        if table not in self._dims:
+            raise ValueError(f"no table {table!r} here; the tables are {sorted(self._dims)}")
+        return state_widths(self._optimizer, self._dims[table])
+
+    def piece_state_widths(self, piece: Piece) -> dict[str, int]:
+        """Numbers of state per row that a piece holds: of state that belongs to whole rows, only
+        the piece with the first column."""
+        widths = state_widths(self._optimizer, piece.dim)
+        if not piece.has_first_column and self._optimizer.name in ROW_STATE:
+            del widths[ROW_STATE[self._optimizer.name]]
+        return widths
 
     def table_bytes(self) -> int:
         """Bytes of all weights."""
@@ -111,6 +126,19 @@ class RowStore:
     def state_bytes(self) -> int:
         """Bytes of all optimizer state, touched or not."""
         return sum(state.nbytes for states in self._state for state in states.values())
+
+    def places(self, table: str) -> list[_Place]:
+        """Where the pieces of a table lie that this rank holds; none: an empty list."""
+        return self._places.get(table, [])
+
+    def is_finite(self) -> bool:
+        """Whether every weight and every state here is a finite number; in blocks of rows."""
+        arrays = [*self._weights, *(state for states in self._state for state in states.values())]
+        return all(
+            bool(torch.isfinite(block).all())
+            for array in arrays
+            for block in array.split(_BLOCK_ROWS)
+        )
 
     def gather(self, group: int, keys_K: Tensor) -> Tensor:
         """A copy of rows, `(K, D)`.
@@ -125,7 +153,14 @@ class RowStore:
         """Count an optimizer step; called once per step, before the groups are updated."""
         self.num_steps += 1
 
-    def apply(self, group: int, keys_K: Tensor, grads_KD: Tensor, lr: float) -> None:
+    def apply(
+        self,
+        group: int,
+        keys_K: Tensor,
+        grads_KD: Tensor,
+        lr: float,
+        row_state_K1: Tensor | None = None,
+    ) -> None:
         """Update rows and their state by the rule, reading and writing only those rows.
 
         Args:
@@ -133,19 +168,29 @@ class RowStore:
             keys_K: int64 keys, distinct.
             grads_KD: one gradient per key, duplicates summed.
             lr: learning rate.
+            row_state_K1: the new value of a state that belongs to whole rows, where the caller has
+                made it up from all columns; None: it follows from `grads_KD`.
         """
         if not keys_K.numel():
             return
         weights, states = self._weights[group], self._state[group]
         rows_KD = weights.index_select(0, keys_K)
         touched = {name: state.index_select(0, keys_K) for name, state in states.items()}
-        update_rows(self._optimizer, rows_KD, touched, grads_KD, lr=lr, num_steps=self.num_steps)
+        update_rows(
+            self._optimizer,
+            rows_KD,
+            touched,
+            grads_KD,
+            lr=lr,
+            num_steps=self.num_steps,
+            row_state_K1=row_state_K1,
+        )
         weights.index_copy_(0, keys_K, rows_KD)
         for name, state in states.items():
             state.index_copy_(0, keys_K, touched[name])
 
     def read(self, table: str, row_start: int, row_stop: int) -> dict[str, Tensor]:
-        """Copy rows and their state.
+        """Copy whole rows and their state.
 
         Args:
             table: name of the table.
@@ -157,60 +202,161 @@ class RowStore:
             its name.
 
         Raises:
-            ValueError: for an unknown table or rows that this store doesn't hold.
+            ValueError: for an unknown table, or rows that this store doesn't hold whole.
         """
-        return {
-            name: view.clone() for name, view in self._views(table, row_start, row_stop).items()
-        }
+        parts = self.read_parts(table, row_start, row_stop)
+        self._check_whole(table, row_start, row_stop, [part.piece for part in parts])
+        return assemble_rows(
+            self._dims[table], self.state_widths(table), row_start, row_stop, parts
+        )
 
     def write(self, table: str, row_start: int, values: Mapping[str, Tensor]) -> None:
-        """Overwrite rows, their state, or some of either.
+        """Overwrite the parts of rows that this rank holds, their state, or some of either.
 
         Args:
             table: name of the table.
             row_start: first row to overwrite.
-            values: as returned by `read`; names that are left out stay as they are.
+            values: whole rows, as `read` returns them; names that are left out stay as they are.
 
         Raises:
-            ValueError: for an unknown table or name, rows that this store doesn't hold, or a wrong
+            ValueError: for an unknown table or name, rows outside the table's here, or a wrong
                 shape or type. Nothing is written then.
         """
-        targets: list[tuple[Tensor, Tensor]] = []
+        widths = {WEIGHT: self._dims.get(table, 0), **self.state_widths(table)}
+        num_rows = {value.shape[0] for value in values.values()}
         for name, value in values.items():
-            views = self._views(table, row_start, row_start + value.shape[0])
-            if name not in views:
+            if name not in widths:
                 raise ValueError(
                     f"table {table!r} has no {name!r}; with optim.sparse.name="
-                    f"{self._optimizer.name} it has {list(views)}"
+                    f"{self._optimizer.name} it has {list(widths)}"
                 )
-            view = views[name]
-            if value.shape != view.shape:
+            if value.dim() != 2 or value.shape[1] != widths[name] or len(num_rows) > 1:
                 raise ValueError(
                     f"table {table!r}: {name!r} of shape {tuple(value.shape)} doesn't fit "
-                    f"{tuple(view.shape)}"
+                    f"({max(num_rows)}, {widths[name]})"
                 )
-            if value.dtype != view.dtype:
+            dtype = self._groups[0].dtype if self._groups else value.dtype
+            if value.dtype != dtype:
                 raise ValueError(
-                    f"table {table!r}: {name!r} is {value.dtype}, the table {view.dtype} "
+                    f"table {table!r}: {name!r} is {value.dtype}, the table {dtype} "
                     f"(train.precision)"
                 )
-            targets.append((view, value))
-        for view, value in targets:
-            view.copy_(value)
-
-    def _place(self, table: str) -> tuple[int, Shard]:
-        if table not in self._places:
-            raise ValueError(f"no table {table!r} here; the tables are {sorted(self._places)}")
-        return self._places[table]
-
-    def _views(self, table: str, row_start: int, row_stop: int) -> dict[str, Tensor]:
-        group, shard = self._place(table)
-        if not shard.row_start <= row_start <= row_stop <= shard.row_stop:
+        row_stop = row_start + max(num_rows, default=0)
+        table_rows = next((t.rows for t in self._tables if t.name == table), row_stop)
+        if row_start < 0 or row_stop > table_rows:
             raise ValueError(
-                f"table {table!r}: rows {row_start}:{row_stop} are not within the rows "
-                f"{shard.row_start}:{shard.row_stop} held here"
+                f"table {table!r}: rows {row_start}:{row_stop} are not within its {table_rows} rows"
             )
-        key = self._groups[group].key_offsets[table] + row_start - shard.row_start
-        rows = slice(key, key + row_stop - row_start)
-        arrays = {WEIGHT: self._weights[group], **self._state[group]}
-        return {name: array[rows] for name, array in arrays.items()}
+        for place in self.places(table):
+            first, stop, views = self._views(place, row_start, row_stop)
+            for name, view in views.items():
+                if name in values and first < stop:
+                    rows = values[name][first - row_start : stop - row_start]
+                    view.copy_(_take_columns(rows, place.piece, name, self._dims[table]))
+
+    def read_parts(self, table: str, row_start: int, row_stop: int) -> list[RowsPart]:
+        """Views of what this rank holds of some rows of a table; possibly nothing.
+
+        Raises:
+            ValueError: for an unknown table.
+        """
+        self.state_widths(table)
+        parts: list[RowsPart] = []
+        for place in self.places(table):
+            first, stop, views = self._views(place, row_start, row_stop)
+            if first < stop:
+                parts.append(RowsPart(place.piece, first, stop, views))
+        return parts
+
+    def _views(
+        self, place: _Place, row_start: int, row_stop: int
+    ) -> tuple[int, int, dict[str, Tensor]]:
+        """The rows of a place within `row_start:row_stop`, as (first, stop, values by name).
+
+        State that belongs to whole rows is that of the piece with the first column only.
+        """
+        piece = place.piece
+        first = max(row_start, piece.row_start)
+        stop = max(first, min(row_stop, piece.row_stop))
+        key = place.key + first - piece.row_start
+        arrays = {WEIGHT: self._weights[place.group], **self._state[place.group]}
+        names = [WEIGHT, *self.piece_state_widths(piece)]
+        return first, stop, {name: arrays[name][key : key + stop - first] for name in names}
+
+    def _check_whole(
+        self, table: str, row_start: int, row_stop: int, pieces: Sequence[Piece]
+    ) -> None:
+        held = sum(
+            (min(row_stop, p.row_stop) - max(row_start, p.row_start)) * p.dim for p in pieces
+        )
+        wanted = (row_stop - row_start) * self._dims[table]
+        if row_start < 0 or row_stop < row_start or held != wanted:
+            here = "; ".join(str(place.piece) for place in self.places(table)) or "nothing of it"
+            raise ValueError(
+                f"table {table!r}: rows {row_start}:{row_stop} are not held whole here, but {here}"
+            )
+
+
+class _Place(NamedTuple):
+    """Where a piece lies in a store: rows `key … key + piece.num_rows - 1` of `group`."""
+
+    group: int
+    key: int
+    piece: Piece
+
+
+class RowsPart(NamedTuple):
+    """What one piece holds of some rows.
+
+    Attributes:
+        piece: the piece.
+        row_start: first row of the part.
+        row_stop: one past the last.
+        values: `(row_stop - row_start, width)` by name, the piece's columns side by side.
+    """
+
+    piece: Piece
+    row_start: int
+    row_stop: int
+    values: Mapping[str, Tensor]
+
+
+def assemble_rows(
+    dim: int,
+    state_widths: Mapping[str, int],
+    row_start: int,
+    row_stop: int,
+    parts: Sequence[RowsPart],
+) -> dict[str, Tensor]:
+    """Whole rows from parts that cover them; a copy.
+
+    Args:
+        dim: columns of the table.
+        state_widths: numbers of state per row, by name.
+        row_start: first row.
+        row_stop: one past the last.
+        parts: of any ranks; at least one, unless there are no rows.
+    """
+    dtype = parts[0].values[WEIGHT].dtype if parts else torch.float32
+    whole = {
+        name: torch.empty(row_stop - row_start, width, dtype=dtype)
+        for name, width in {WEIGHT: dim, **state_widths}.items()
+    }
+    for part in parts:
+        rows = slice(part.row_start - row_start, part.row_stop - row_start)
+        for name, values in part.values.items():
+            target = whole[name][rows]
+            if target.shape[1] != dim:
+                target.copy_(values)  # One number per row.
+                continue
+            column = 0
+            for start, stop in part.piece.columns:
+                target[:, start:stop] = values[:, column : column + stop - start]
+                column += stop - start
+    return whole
+
+
+def _take_columns(rows: Tensor, piece: Piece, name: str, dim: int) -> Tensor:
+    if rows.shape[1] != dim:
+        return rows
+    return torch.cat([rows[:, start:stop] for start, stop in piece.columns], dim=1)

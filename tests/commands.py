@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,12 +47,16 @@ def dlrm(*arguments: str | Path) -> int:
     """Runs the command in this process; returns its exit status. Threads stay as they were.
 
     Hydra composes the configuration twice, the first time only to see whether a file of it asks for
-    a sweep (`hydra.mode`). No file of ours does, and it is a third of a tiny run's time.
+    a sweep (`hydra.mode`). Of ours experiment=sweep_… do, and it is a third of a tiny run's time.
     """
+    texts = [str(argument) for argument in arguments]
+    patches = ExitStack()
+    if not any(text.startswith("experiment=sweep_") for text in texts):
+        patches.enter_context(patch("hydra._internal.hydra.Hydra.get_mode", return_value=None))
     num_threads = torch.get_num_threads()
     try:
-        with patch("hydra._internal.hydra.Hydra.get_mode", return_value=None):
-            return run([str(argument) for argument in arguments])
+        with patches:
+            return run(texts)
     finally:
         torch.set_num_threads(num_threads)
 

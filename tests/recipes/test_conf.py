@@ -10,6 +10,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from dlrm.config import RUN_CONFIGS
+from embeddings.plan_choice import LAYOUTS
 from tests.commands import compose_config, dlrm
 
 CONF = Path(__file__).parents[2] / "conf"
@@ -22,7 +23,7 @@ def options(group: str) -> list[str]:
     return found
 
 
-GROUPS = ("data", "model", "optim", "train", "launch", "experiment")
+GROUPS = ("data", "model", "optim", "sharding", "train", "launch", "experiment")
 # `base` is what the other files of its group begin with, not a choice.
 CHOICES = [(g, option) for g in GROUPS for option in options(g) if (g, option) != ("data", "base")]
 
@@ -35,13 +36,16 @@ def test_no_file_of_conf_is_forgotten() -> None:
 
 @pytest.mark.parametrize(("group", "option"), CHOICES)
 def test_every_choice_composes_and_converts(group: str, option: str) -> None:
-    config = compose_config("train", f"{group}={option}")
+    needed = ["sharding.plan=plan.json"] if (group, option) == ("sharding", "file") else []
+    config = compose_config("train", f"{group}={option}", *needed)
     assert type(config) is RUN_CONFIGS["train"]
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         assert not OmegaConf.is_config(value), field.name
     if group in ("data", "model"):
         assert getattr(config, group).name == option
+    if group == "sharding":
+        assert config.sharding.layout == option
     if group == "data":
         prepare = compose_config("prepare", f"data={option}")
         assert prepare.data == config.data
@@ -101,6 +105,11 @@ FIXED = {
     "optim.sparse.eps",
     "optim.dense.name",
     "optim.dense.lr",
+    "sharding.exchange",
+    "sharding.memory",
+    "sharding.wire",
+    "sharding.plan",
+    "sharding.tables",
     "train.epochs",
     "train.max_steps",
     "train.eval_every",
@@ -123,6 +132,7 @@ def test_fixed_keys_are_there(capsys: pytest.CaptureFixture[str]) -> None:
 def test_fixed_choices_are_there() -> None:
     assert {"synthetic", "criteo_kaggle", "criteo_1tb", "adult", "bank"} <= set(options("data"))
     assert {"dlrm", "dlrm_dcnv2"} <= set(options("model"))
+    assert set(options("sharding")) == {*LAYOUTS, "file"}
     config = compose_config("train")
     assert (config.data.name, config.model.name) == ("synthetic", "dlrm")
     assert (config.train.precision, config.launch.nproc, config.launch.device) == ("fp32", 1, "cpu")
@@ -145,6 +155,9 @@ optim.dense.name adagrad
 optim.eps 1e-08
 optim.sparse.name adagrad
 seed 0
+sharding.exchange auto
+sharding.layout auto
+sharding.wire fp32
 train.accumulate 1
 train.backend auto
 train.epochs 1

@@ -69,7 +69,6 @@ def refused(build: Any, values: dict[str, Any], key: str) -> None:
         (DataConfig, {**DATA, "raw": 11}, "data.raw=11"),
         (DataConfig, {**DATA, "raw_train": ["a", 7]}, "data.raw_train="),
         (DataConfig, {**DATA, "raw": "a", "synthetic": SyntheticConfig()}, "data.raw"),
-        (LaunchConfig, {"nproc": 2}, "launch.nproc=2"),
         (LaunchConfig, {"nproc": 0}, "launch.nproc=0"),
         (LaunchConfig, {"device": "cuda"}, "launch.device=cuda"),
         (LaunchConfig, {"num_threads": 0}, "launch.num_threads=0"),

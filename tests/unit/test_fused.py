@@ -17,10 +17,10 @@ from torch import Tensor
 
 from data.batch import JaggedIds
 from embeddings.fused import FusedGroup, load_fbgemm, why_not_fused
-from embeddings.plan import Shard, TableGroup
 from embeddings.row_optim import RowOptimizerConfig
 from embeddings.sharded import ShardedEmbeddings
 from embeddings.table import FeatureConfig, TableConfig
+from embeddings.table_group import Piece, TableGroup
 
 # Elsewhere the CPU wheel doesn't exist. On Linux it is a dependency, and its absence a failure.
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="fbgemm has wheels for Linux only")
@@ -209,7 +209,7 @@ def test_two_runs_are_equal_to_the_bit() -> None:
     assert all(torch.equal(one, two) for one, two in zip(run(), run(), strict=True))
 
 
-GROUP = TableGroup((Shard("user", 0, 40, 0, 8, rank=0),), 8, torch.float32, "adagrad")
+GROUP = TableGroup((Piece("user", 0, 0, 40, ((0, 8),)),), 8, torch.float32, "adagrad")
 ADAGRAD = RowOptimizerConfig(name="adagrad")
 
 
@@ -228,7 +228,7 @@ def test_nothing_speaks_against_the_legal_cases(name: Any) -> None:
         (replace(GROUP, dtype=torch.float64), ADAGRAD, {}, "'user' is torch.float64"),
         (replace(GROUP, dim=6), ADAGRAD, {}, "'user' has dim 6"),
         (
-            replace(GROUP, shards=(Shard("user", 0, 2**31, 0, 8, rank=0),)),
+            replace(GROUP, pieces=(Piece("user", 0, 0, 2**31, ((0, 8),)),)),
             ADAGRAD,
             {},
             "2147483648 rows",

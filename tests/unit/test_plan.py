@@ -10,8 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from embeddings.plan import Exchange, Plan, Shard, local_groups, single_process_plan
+from embeddings.plan import Exchange, Plan, Shard, single_process_plan
 from embeddings.table import TableConfig
+from embeddings.table_group import local_groups
 
 USER = TableConfig("user", rows=10, dim=8)
 ITEM = TableConfig("item", rows=4, dim=4)
@@ -51,22 +52,72 @@ def test_digest_knows_what_matters() -> None:
     assert len({plan.digest(), *(other.digest() for other in changed)}) == 5
 
 
+def plan_json(**changes: object) -> str:
+    """A plan of one shard with some fields replaced; `shard_NAME` is a field of the shard."""
+    shard = {
+        "table": "user",
+        "row_start": 0,
+        "row_stop": 10,
+        "col_start": 0,
+        "col_stop": 8,
+        "rank": 1,
+        "memory": "device",
+    }
+    fields = {"format_version": 1, "world_size": 2, "shards": [shard], "exchange": {"user": "kv"}}
+    for name, value in changes.items():
+        where = shard if name.startswith("shard_") else fields
+        where[name.removeprefix("shard_")] = value  # type: ignore[index]
+    return json.dumps(fields)
+
+
+def without(text: str, name: str) -> str:
+    """The same plan without a field, of the shard where the plan has none of that name."""
+    fields = json.loads(text)
+    del (fields if name in fields else fields["shards"][0])[name]
+    return json.dumps(fields)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("{", "not JSON"),
+        ("[" * 100_000, "not JSON"),
         ("[]", "format_version None"),
-        ('{"format_version": 2}', "format_version 2, this program reads 1"),
-        ('{"format_version": 1, "world_size": 1}', "shards"),
+        (plan_json(format_version=2), "format_version 2, this program reads 1"),
+        (plan_json(format_version=True), "format_version True"),
+        (without(plan_json(), "shards"), "the plan: the field 'shards' is missing"),
+        (without(plan_json(), "exchange"), "the plan: the field 'exchange' is missing"),
+        (plan_json(comment="mine"), "the plan: there is no field 'comment'; .*world_size, shards"),
+        (plan_json(world_size="2"), "the plan: world_size is '2', must be a whole number"),
+        (plan_json(world_size=0), "the plan: world_size is 0, must be at least 1"),
+        (plan_json(shards={}), "the plan: shards is {}, must be a list"),
+        (plan_json(shards=[7]), "shard 0: is 7, must be an object"),
+        (plan_json(exchange=["kv"]), r"the plan: exchange is \['kv'\], must be table: exchange"),
+        (plan_json(exchange={"user": "pool"}), "table 'user': exchange is 'pool', .*exchange"),
         (
-            '{"format_version": 1, "world_size": 1, "shards": [{"tabel": "a"}], "exchange": {}}',
-            "tabel",
+            plan_json(shard_tabel="a"),
+            r"shard 0 \(table 'user', rank 1\): there is no field 'tabel'; .*row_start",
         ),
+        (without(plan_json(), "row_stop"), r"table 'user', rank 1\): the field 'row_stop' is miss"),
+        (without(plan_json(), "table"), r"shard 0 \(no table, rank 1\): the field 'table'"),
+        (without(plan_json(), "rank"), r"shard 0 \(table 'user'\): the field 'rank' is missing"),
+        (plan_json(shard_table=5), "table is 5, must be the name of a table"),
+        (plan_json(shard_row_start=-1), r"'user', rank 1\): row_start is -1, must be at least 0"),
+        (plan_json(shard_col_stop=8.0), r"'user', rank 1\): col_stop is 8.0, must be a whole"),
+        (plan_json(shard_rank=-1), r"'user', rank -1\): rank is -1, must be at least 0"),
+        (plan_json(shard_rank=None), r"'user', rank None\): rank is None, must be a whole"),
+        (plan_json(shard_rank=True), "rank is True, must be a whole number"),
+        (plan_json(shard_memory="disk"), r"rank 1\): memory is 'disk', .*sharding.memory"),
+        (plan_json().replace('"kv"', '"kv", "user": "pooled"'), "'user' is given twice"),
     ],
 )
 def test_text_that_is_no_plan_is_refused(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Plan.from_json(text)
+
+
+def test_memory_may_be_left_out_of_a_plan_written_by_hand() -> None:
+    assert Plan.from_json(without(plan_json(), "memory")) == Plan.from_json(plan_json())
 
 
 WHOLE = Shard("user", 0, 10, 0, 8, rank=0)
@@ -82,7 +133,11 @@ WHOLE = Shard("user", 0, 10, 0, 8, rank=0)
             [replace(WHOLE, col_stop=2), replace(WHOLE, col_start=5, rank=1)],
             r"'user': gap: rows 0:10 × columns 2:5",
         ),
-        ([WHOLE, replace(WHOLE, rank=1)], r"'user': overlap: .*rank 0 and .*rank 1 .*rows 0:10"),
+        ([WHOLE, WHOLE], r"'user', rank 0: overlap: 2 whole copies on one rank; a table is repl"),
+        (
+            [WHOLE, replace(WHOLE, rank=1), replace(WHOLE, rank=1, row_start=9)],
+            r"'user', rank 1: overlap: rows 9:10 .* beside whole copies on ranks 0-1",
+        ),
         (
             [replace(WHOLE, row_stop=6), replace(WHOLE, row_start=5, rank=1)],
             r"'user': overlap: .*rank 0 and .*rank 1 .*rows 5:6",
@@ -97,6 +152,27 @@ WHOLE = Shard("user", 0, 10, 0, 8, rank=0)
 def test_broken_rules_are_named(shards: list[Shard], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         plan_of(*shards).validate([USER])
+
+
+def test_a_replicated_table_lies_whole_on_every_rank() -> None:
+    copies = [replace(WHOLE, rank=rank) for rank in (2, 0, 1)]
+    plan = plan_of(*copies, Shard("item", 0, 4, 0, 4, rank=1), world_size=3)
+    plan.validate([USER, ITEM])
+    assert plan.is_replicated("user")
+    assert not plan.is_replicated("item")
+    assert not plan.is_replicated("no such table")
+    assert Plan.from_json(plan.to_json()).is_replicated("user")
+    # One rank replicates nothing: its plan is the single process's, exactly.
+    assert not single_process_plan([USER]).is_replicated("user")
+    halves = plan_of(replace(WHOLE, row_stop=5), replace(WHOLE, row_start=5, rank=1))
+    assert not halves.is_replicated("user")
+
+
+@pytest.mark.parametrize("missing", [0, 1, 2])
+def test_copies_on_some_ranks_only_are_refused(missing: int) -> None:
+    copies = [replace(WHOLE, rank=rank) for rank in range(3) if rank != missing]
+    with pytest.raises(ValueError, match=rf"'user', rank {missing}: .*none on rank {missing}; a t"):
+        plan_of(*copies, world_size=3).validate([USER])
 
 
 def test_tables_and_exchanges_must_be_complete() -> None:
@@ -142,7 +218,7 @@ def test_every_tiling_is_valid_and_none_survives_a_loss_a_copy_or_a_growth(
     lost = order[:victim] + order[victim + 1 :]
     with pytest.raises(ValueError, match=r"'user'"):
         Plan(2, tuple(lost), {"user": "kv"}).validate([USER])
-    with pytest.raises(ValueError, match=r"'user': overlap"):
+    with pytest.raises(ValueError, match=r"'user'.*: overlap"):
         plan_of(*order, order[victim]).validate([USER])
     if order[victim].row_stop < USER.rows:
         grown = replace(order[victim], row_stop=order[victim].row_stop + 1)
@@ -150,13 +226,42 @@ def test_every_tiling_is_valid_and_none_survives_a_loss_a_copy_or_a_growth(
             plan_of(*lost, grown).validate([USER])
 
 
-def test_printout_has_a_line_per_shard() -> None:
-    lines = plan_of(
-        replace(WHOLE, row_stop=6), replace(WHOLE, row_start=6, rank=1, memory="host")
-    ).describe()
-    assert len(lines) == 3
-    assert "1 tables, 2 shards, 2 ranks" in lines[0]
-    assert all(word in lines[2] for word in ("user", "rank 1", "host", "6:10", "0:8", "kv"))
+def test_printout_has_a_line_per_table() -> None:
+    plan = plan_of(
+        replace(WHOLE, row_stop=6),
+        replace(WHOLE, row_start=6, rank=1, memory="host"),
+        Shard("item", 0, 4, 0, 4, rank=0),
+        Shard("item", 0, 4, 0, 4, rank=1),
+        Shard("cols", 0, 7, 0, 4, rank=1),
+        Shard("cols", 0, 7, 4, 8, rank=0),
+        Shard("word", 0, 2, 0, 4, rank=1),
+        exchange="pooled",
+    )
+    heading, *lines = plan.describe()
+    assert heading == f"plan {plan.digest()[:12]}: 4 tables, 7 shards, 2 ranks"
+    words = [" ".join(line.split()) for line in lines]
+    assert words == [
+        "user rows in 2: 4 to 6 ranks 0-1 pooled device+host",
+        "item replicated ranks 0-1 - device",
+        "cols columns in 2: 4 each ranks 0-1 pooled device",
+        "word whole: 2 × 4 rank 1 pooled device",
+    ]
+
+
+def test_printout_fits_a_terminal() -> None:
+    """26 large tables over 4 ranks, long names, and ranks that form no simple range."""
+    names = [f"a_rather_long_name_of_a_feature_{n}" for n in range(26)]
+    shards = [
+        Shard(name, rank * 25_000_000, (rank + 1) * 25_000_000, 0, 128, rank=2 * rank)
+        for name in names
+        for rank in range(4)
+    ]
+    lines = plan_of(*shards, world_size=8, exchange="pooled").describe()
+    assert len(lines) == 27
+    assert max(map(len, lines)) <= 100
+    assert len({line.split()[0] for line in lines[1:]}) == 26, "shortened names stay apart"
+    ranks = [Shard("t", row, row + 1, 0, 1, rank=2 * row) for row in range(50)]
+    assert "50 ranks" in plan_of(*ranks, world_size=100).describe()[1]
 
 
 def test_groups_are_the_shards_of_a_rank_by_local_dim() -> None:
@@ -168,7 +273,7 @@ def test_groups_are_the_shards_of_a_rank_by_local_dim() -> None:
     plan.validate([USER, ITEM])
     (group,) = local_groups(plan, rank=0, dtype=torch.float32, optimizer="sgd")
     assert (group.dim, group.num_rows) == (4, 14)
-    assert group.key_offsets == {"user": 0, "item": 10}
+    assert group.first_keys == (0, 10)
     single = local_groups(
         single_process_plan([USER, ITEM]), rank=0, dtype=torch.float32, optimizer="sgd"
     )

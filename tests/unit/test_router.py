@@ -8,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data.batch import JaggedIds
-from embeddings.plan import local_groups, single_process_plan
+from embeddings.plan import single_process_plan
 from embeddings.router import IdOutOfRange, Router, sort_keys
 from embeddings.table import FeatureConfig, TableConfig
+from embeddings.table_group import local_groups
 
 TABLES = [
     TableConfig("user", rows=10, dim=4),
@@ -66,10 +67,10 @@ def test_plans_equal_the_ones_made_bag_by_bag(
     batch: tuple[list[list[list[int]]], list[float] | None],
 ) -> None:
     bags_FB, weights = batch
-    plan = router().plan_batch(jagged(bags_FB, weights))
+    groups = router().plan_groups(jagged(bags_FB, weights))
     batch_size = len(bags_FB[0])
-    assert plan.batch_size == batch_size
-    assert [group.features for group in plan.groups] == [(0, 2, 3), (1,), ()]
+    assert [group.batch_size for group in groups] == [batch_size] * 3
+    assert [group.features for group in groups] == [(0, 2, 3), (1,), ()]
 
     remaining = iter(weights) if weights is not None else iter(lambda: 1.0, None)
     factors_FB = [
@@ -79,7 +80,7 @@ def test_plans_equal_the_ones_made_bag_by_bag(
         ]
         for feature, bags_B in zip(FEATURES, bags_FB, strict=True)
     ]
-    for group in plan.groups:
+    for group in groups:
         # Every occurrence: (key, sample-major bag, factor), feature-major.
         expected = [
             (id + KEY_OFFSETS[FEATURES[f].table], b * len(group.features) + i, factor)
@@ -117,7 +118,7 @@ def weights_of(weights_L: torch.Tensor | None, num_ids: int) -> list[float]:
 
 def test_no_weights_where_every_factor_is_1() -> None:
     one_hot = jagged([[[1], [2]], [[3], []], [[0], [4]], [[5], [6]]])
-    assert all(group.weights_L is None for group in router().plan_batch(one_hot).groups)
+    assert all(group.weights_L is None for group in router().plan_groups(one_hot))
 
 
 @given(
@@ -136,7 +137,7 @@ def test_ids_outside_a_table_are_named_before_anything_else_happens(
     wrong = data.draw(st.sampled_from([-1, -11, rows, rows + 1, -(2**63), 2**63 - 1]))
     bags_FB[feature][sample] = [0, wrong, 0]
     with pytest.raises(IdOutOfRange) as caught:
-        router().plan_batch(jagged(bags_FB))
+        router().plan_groups(jagged(bags_FB))
     error = caught.value
     assert (error.feature, error.table) == (FEATURES[feature].name, FEATURES[feature].table)
     assert (error.id, error.rows, error.sample) == (wrong, rows, sample)
@@ -147,30 +148,22 @@ def test_ids_outside_a_table_are_named_before_anything_else_happens(
 def test_the_first_offender_is_named() -> None:
     bags_FB = [[[1], [2]], [[0], []], [[4, 3], [9, -1]], [[99], [98]]]
     with pytest.raises(IdOutOfRange, match=r"'clicked'.*'item'.*id 9 of sample 1"):
-        router().plan_batch(jagged(bags_FB))
+        router().plan_groups(jagged(bags_FB))
 
 
 def test_the_number_of_features_is_checked() -> None:
     with pytest.raises(ValueError, match=r"3 sparse features, the model 4"):
-        router().plan_batch(jagged([[[1]], [[1]], [[1]]]))
+        router().plan_groups(jagged([[[1]], [[1]], [[1]]]))
 
 
 def test_a_plan_keeps_no_reference_to_the_batch() -> None:
     """Batches may be read into reused buffers while a plan waits for its turn."""
     ids = jagged([[[1], [2]], [[3], []], [[0], [4]], [[5], [6]]])
-    plan = router().plan_batch(ids)
+    groups = router().plan_groups(ids)
     ids.values_L.zero_()
     ids.offsets.zero_()
-    assert plan.groups[0].keys_L.tolist() == [1, 2, 10, 14, 5, 6]
-    assert plan.groups[0].offsets.tolist() == [0, 1, 2, 3, 4, 5, 6]
-
-
-def test_groups_must_hold_the_tables_whole() -> None:
-    groups = local_groups(
-        single_process_plan(TABLES[:2]), rank=0, dtype=torch.float64, optimizer="sgd"
-    )
-    with pytest.raises(ValueError, match=r"whole"):
-        Router(TABLES, FEATURES, groups)
+    assert groups[0].keys_L.tolist() == [1, 2, 10, 14, 5, 6]
+    assert groups[0].offsets.tolist() == [0, 1, 2, 3, 4, 5, 6]
 
 
 @given(st.lists(st.integers(0, 20) | st.integers(0, 2**62), max_size=50))

@@ -14,9 +14,10 @@ from sklearn.metrics import log_loss, roc_auc_score
 from data.parquet import PreparedDataset
 from dlrm.config import ScoreRun
 from dlrm.metrics import BinaryMetrics, EvalResult
-from dlrm.score import TrainedModel
+from dlrm.score import TrainedModel, make_task
 from dlrm.scoring import teacher_result
 from dlrm.trainer import Trainer
+from embeddings.communicator import SingleProcess
 from tests.commands import (
     TINY_MODEL,
     dlrm,
@@ -151,8 +152,9 @@ def test_ids_that_the_model_does_not_know_are_counted(
 
 
 def test_scoring_allocates_no_optimizer_state(adult: Path) -> None:
-    trained = TrainedModel(ScoreRun(run=str(adult / "run")))
-    assert trained.config.optim.sparse.name == "adagrad"
+    task = make_task(ScoreRun(run=str(adult / "run")), Path("out"), print)
+    trained = TrainedModel(task, SingleProcess())
+    assert task.stored.optim.sparse.name == "adagrad"
     assert trained.embeddings.store.state_bytes() == 0
     assert trained.embeddings.store.table_bytes() > 0
 

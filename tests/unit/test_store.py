@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from embeddings.plan import Plan, Shard, local_groups, single_process_plan
+from embeddings.plan import Plan, Shard, single_process_plan
 from embeddings.row_optim import RowOptimizerConfig
 from embeddings.store import RowStore
 from embeddings.table import TableConfig, fill_uniform
+from embeddings.table_group import local_groups
 
 TABLES = [
     TableConfig("user", rows=10, dim=4),
@@ -64,9 +65,14 @@ def test_a_shard_starts_at_its_rectangle_of_the_table() -> None:
     plan.validate([table])
     groups = local_groups(plan, rank=1, dtype=torch.float32, optimizer="sgd")
     shard = RowStore([table], groups, RowOptimizerConfig(name="sgd"), seed=3)
-    assert torch.equal(shard.read("user", 5, 9)["weight"], whole(store(), table)["weight"][5:9, :2])
-    with pytest.raises(ValueError, match=r"'user': rows 3:5 are not within the rows 4:10"):
-        shard.read("user", 3, 5)
+    (part,) = shard.read_parts("user", 5, 9)
+    assert (part.row_start, part.row_stop, part.piece.columns) == (5, 9, ((0, 2),))
+    assert torch.equal(part.values["weight"], whole(store(), table)["weight"][5:9, :2])
+    assert shard.read_parts("user", 0, 4) == []
+    with pytest.raises(
+        ValueError, match=r"'user': rows 5:9 are not held whole here, but rows 4:10"
+    ):
+        shard.read("user", 5, 9)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +129,7 @@ def test_a_write_changes_only_what_it_names() -> None:
     [
         ({"momentum": torch.zeros(2, 4)}, "'item' has no 'momentum'.*optim.sparse.name=adagrad"),
         ({"sum": torch.zeros(2, 1)}, "'item': 'sum' of shape"),
-        ({"sum": torch.zeros(3, 4)}, "'item': rows 3:6 are not within the rows 0:5"),
+        ({"weight": torch.zeros(3, 4)}, "'item': rows 3:6 are not within its 5 rows"),
         ({"sum": torch.zeros(2, 4, dtype=torch.float64)}, "float64.*float32.*train.precision"),
     ],
 )

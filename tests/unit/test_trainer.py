@@ -57,6 +57,12 @@ def visits(tmp_path_factory: pytest.TempPathFactory) -> PreparedDataset:
     return write_visits(tmp_path_factory.mktemp("visits"), 193)
 
 
+def take_step(trainer: Trainer, batch: Batch) -> float:
+    planned = trainer.pipeline([batch], 1).take()
+    assert planned is not None
+    return trainer.step(planned)
+
+
 def optimizers(sparse: str, dense: str, **more: Any) -> dict[str, Any]:
     return {
         "sparse": {"name": sparse, "lr": LR[sparse]},
@@ -232,8 +238,10 @@ class SumModel(nn.Module):
         super().__init__()
         self.head = nn.Linear(1, 1, bias=False, dtype=torch.float64)
 
-    def forward(self, dense_BN: Tensor, pooled_BS: Tensor) -> Tensor:
-        ones_B1 = torch.ones(len(dense_BN), 1, dtype=torch.float64)
+    def forward_dense(self, dense_BN: Tensor) -> Tensor:
+        return torch.ones(len(dense_BN), 1, dtype=torch.float64)
+
+    def forward_pooled(self, ones_B1: Tensor, pooled_BS: Tensor) -> Tensor:
         return self.head(ones_B1)[:, 0] + pooled_BS.sum(1)
 
 
@@ -253,7 +261,7 @@ def test_b24_eps_set_once_reaches_both_parts(
     rows_before, dense_before = table_values(trainer), dense_values(trainer)
 
     sample = next(dataset.batches("train", Order(1)))
-    trainer.step(sample)
+    take_step(trainer, sample)
 
     moved = dense_values(trainer)["head.weight"] - dense_before["head.weight"]
     assert moved.item() == pytest.approx(-0.5, abs=1e-12)
@@ -392,7 +400,7 @@ def test_an_overflowing_gradient_norm_stops_the_run(
         trainer.model.head.weight.fill_(1e25)  # Finite logits, but squares beyond fp32.
     batch = next(visits.batches("train", Order(10)))
     with pytest.raises(NonFiniteError, match="step 1: the gradient norm is inf"):
-        trainer.step(batch)
+        take_step(trainer, batch)
     after = dense_values(trainer)
     for name in before.keys() - {"head.weight"}:
         torch.testing.assert_close(after[name], before[name], rtol=0, atol=0)
@@ -406,7 +414,7 @@ def test_infinite_logits_of_finite_weights_are_told(
         trainer.model.head.weight.fill_(3e38)
     batch = next(visits.batches("train", Order(10)))
     with pytest.raises(NonFiniteError, match=r"step 1: .* logits_B is -?inf in row [0-9]$"):
-        trainer.step(batch)
+        take_step(trainer, batch)
 
 
 def test_example_weights_of_zero_are_told(visits: PreparedDataset, tmp_path: Path) -> None:
@@ -414,4 +422,4 @@ def test_example_weights_of_zero_are_told(visits: PreparedDataset, tmp_path: Pat
     batch = next(visits.batches("train", Order(10)))
     assert batch.weight_B is not None
     with pytest.raises(UserError, match="example weights"):
-        parts.trainer.step(replace(batch, weight_B=torch.zeros_like(batch.weight_B)))
+        take_step(parts.trainer, replace(batch, weight_B=torch.zeros_like(batch.weight_B)))

@@ -1,0 +1,146 @@
+"""Signs of life: each rank keeps its step and phase in a small file that the launcher reads.
+
+The file is mapped into memory, so a beat is a store and not a system call, and what was stored
+last can still be read when the process is dead.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+START = "start"
+"""Phase before the work of a rank begins: imports, and waiting for the other ranks to be up."""
+FINISHED = "finished"
+"""Phase of a rank whose work is done."""
+NO_STEP = -1
+"""Step of a rank that hasn't begun its first."""
+
+# Count of beats, pid, step, time_s, phase, what is waited for, count of beats again: a copy whose
+# two counts differ was taken while the rank was writing.
+_RECORD = struct.Struct("<Qqqd32s64sQ")
+_NUM_TRIES = 100
+
+
+@dataclass(frozen=True)
+class Beat:
+    """The last sign of life of a rank."""
+
+    rank: int
+    pid: int
+    step: int
+    phase: str
+    waits_for: str
+    """The collective that the rank waits in, or empty."""
+    time_s: float
+    """Of `time.monotonic()`, which all processes of a host share."""
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the rank's work is done."""
+        return self.phase == FINISHED
+
+    @property
+    def place(self) -> str:
+        """Step and phase for people: `step 3, phase backward, waiting in all_reduce`."""
+        step = f"step {self.step:,}" if self.step != NO_STEP else "before the first step"
+        waiting = f", waiting in {self.waits_for}" if self.waits_for else ""
+        return f"{step}, phase {self.phase or 'unknown'}{waiting}"
+
+
+class Heartbeat:
+    """Writes the signs of life of this process.
+
+    Args:
+        path: the file; see `heartbeat_file`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        with open(path, "w+b") as opened:
+            opened.truncate(_RECORD.size)
+            self._map = mmap.mmap(opened.fileno(), _RECORD.size)
+        self._pid = os.getpid()
+        self._count = 0
+        self._step, self._phase = NO_STEP, START.encode()
+        self._store(b"")
+
+    def beat(self, step: int, phase: str) -> None:
+        """The rank has come to this phase of this step (and waits for nobody)."""
+        self._step, self._phase = step, phase.encode()
+        self._store(b"")
+
+    def waiting(self, what: str | None) -> None:
+        """The rank enters the collective `what`; None: it has come out."""
+        self._store(b"" if what is None else what.encode())
+
+    def finished(self) -> None:
+        """The rank's work is done."""
+        self.beat(self._step, FINISHED)
+
+    def last(self, rank: int) -> Beat:
+        """The last sign of life, for whoever watches within this process."""
+        beat = _to_beat(self._map[:], rank)
+        assert beat is not None
+        return beat
+
+    def _store(self, waits_for: bytes) -> None:
+        self._count = count = self._count + 1
+        place = (self._pid, self._step, time.monotonic(), self._phase, waits_for)
+        _RECORD.pack_into(self._map, 0, count, *place, count)
+
+
+class NoHeartbeat:
+    """The same for a run that nobody watches."""
+
+    def beat(self, step: int, phase: str) -> None:
+        """Does nothing."""
+
+    def waiting(self, what: str | None) -> None:
+        """Does nothing."""
+
+    def finished(self) -> None:
+        """Does nothing."""
+
+
+def heartbeat_file(folder: Path, rank: int) -> Path:
+    """The file of one rank."""
+    return folder / f"{rank}.beat"
+
+
+def read_heartbeats(folder: Path) -> list[Beat]:
+    """The last beat of each rank that has a file, in the order of ranks."""
+    ranks = sorted(int(path.stem) for path in folder.glob("*.beat"))
+    beats = (_read(heartbeat_file(folder, rank), rank) for rank in ranks)
+    return [beat for beat in beats if beat is not None]
+
+
+def _read(path: Path, rank: int) -> Beat | None:
+    """A whole beat; None for a file without one."""
+    # Two equal copies with equal counts: the first alone could have begun before a beat and ended
+    # within it, with both counts still old. A rank that is stopped within a beat leaves its counts
+    # unequal for ever: then what there is must do.
+    earlier = b""
+    for _ in range(_NUM_TRIES):
+        try:
+            copy = path.read_bytes()
+        except FileNotFoundError:
+            return None
+        if copy == earlier and copy[:8] == copy[-8:]:
+            break
+        earlier = copy
+    return _to_beat(copy, rank)
+
+
+def _to_beat(copy: bytes, rank: int) -> Beat | None:
+    if len(copy) != _RECORD.size or not any(copy[:8]):
+        return None
+    _, pid, step, time_s, phase, waits_for, _ = _RECORD.unpack(copy)
+
+    def text(field: bytes) -> str:
+        return field.rstrip(b"\0").decode(errors="replace")
+
+    return Beat(rank, pid, step, text(phase), text(waits_for), time_s)

@@ -1,0 +1,311 @@
+"""Starts the workers of a run through torch's elastic launcher, and tells how they ended.
+
+Each worker is a fresh Python that runs dlrm/worker.py in a session of its own: Ctrl-C reaches only
+the launcher, which ends the workers in order. Launcher and workers share a temporary folder: the
+task, the value of rank 0, and each rank's heartbeat, failure and stack.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from data.errors import UserError
+from dlrm.blame import Verdict, WorkersFailed, describe
+from dlrm.heartbeat import Heartbeat, NoHeartbeat, heartbeat_file
+from dlrm.watchdog import GRACE_S, Watchdog, watch_self
+from dlrm.worker import (
+    Task,
+    WorkerContext,
+    brief_warnings,
+    is_secondary,
+    run_as_rank,
+    stack_file,
+)
+
+if TYPE_CHECKING:
+    from dlrm.config import LaunchConfig
+
+_MONITOR_S = 0.1
+# torchrun ends all ranks when the first ends: the one to blame is to have told why by then.
+_LET_SPEAK_S = 2.0
+_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# What the environment of workers holds unless the user has set it. OpenMP's barriers spin and
+# steal the cores from the other workers; glibc keeps freed blocks, so memory figures would lie;
+# gloo would ask DNS for an interface; C++ warnings of a lost peer say less than the launcher does.
+_DEFAULTS = {
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "MALLOC_MMAP_THRESHOLD_": "131072",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+}
+
+
+def launch(
+    entry: Callable[..., Any], args: tuple[Any, ...], config: LaunchConfig, run_dir: Path
+) -> Any:
+    """Runs `entry(context, *args)` in `config.nproc` fresh processes.
+
+    Args:
+        entry: a function at the top of a module that workers can import.
+        args: can be pickled.
+        config: processes, threads and timeout.
+        run_dir: where the tracebacks and stacks of all ranks go if the run fails
+            (`failures.txt`); not made.
+
+    Returns:
+        What rank 0 returned.
+
+    Raises:
+        UserError: for a mistake of the user that a worker met, and on other systems than Linux.
+        OSError: for a file or disk that failed a worker, with its name.
+        WorkersFailed: for anything else that ended or hung a worker.
+        KeyboardInterrupt: on Ctrl-C.
+        SystemExit: on SIGTERM or SIGHUP.
+    """
+    if sys.platform != "linux":
+        raise UserError(f"launch.nproc={config.nproc}: workers are only built for Linux so far")
+    assert entry.__module__ != "__main__", "workers can't import the entry from __main__"
+    with tempfile.TemporaryDirectory(prefix="dlrm-workers-") as name:
+        folder = Path(name)
+        task = Task(entry, args, config.device, threads_per_worker(config), config.timeout_s)
+        (folder / "task").write_bytes(pickle.dumps(task))
+        with Watchdog(folder, config.nproc, config.timeout_s) as watchdog:
+            exit_statuses = _run_elastic(folder, config.nproc, task.num_threads)
+        verdict = watchdog.verdict(exit_statuses)
+        if verdict is None:
+            return pickle.loads((folder / "value").read_bytes())
+        _show_cursor()
+        error = _to_error(verdict, config.nproc, folder)
+        if isinstance(error, WorkersFailed) and run_dir.is_dir():
+            _keep_failures(folder, run_dir, watchdog)
+        raise error
+
+
+def single_process() -> WorkerContext:
+    """The context of a run without a launcher: no port, no group, nobody who watches."""
+    return WorkerContext(rank=0, world_size=1, local_rank=0, heartbeat=NoHeartbeat())
+
+
+def threads_per_worker(config: LaunchConfig) -> int | None:
+    """`launch.num_threads`, or an equal share of the cores; None: as torch has it.
+
+    A worker gets no more than OMP_NUM_THREADS, which the user may have set.
+    """
+    if config.num_threads is not None or config.nproc == 1:
+        return config.num_threads
+    share = max(1, len(os.sched_getaffinity(0)) // config.nproc)
+    most = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    return min(share, max(1, int(most))) if most.isdigit() else share
+
+
+# ---------------------------------------------------------------------------- an outer torchrun
+
+
+def under_torchrun() -> bool:
+    """Whether this process is a rank that `torchrun` has started."""
+    return all(name in os.environ for name in _TORCHRUN)
+
+
+def check_torchrun_arguments(arguments: list[str]) -> None:
+    """Checks the command line of a rank that `torchrun` has started, before Hydra reads it.
+
+    Raises:
+        UserError: for what would differ between ranks.
+    """
+    if {"-m", "--multirun"} & set(arguments) or "hydra.mode=MULTIRUN" in arguments:
+        raise UserError(
+            "-m: torchrun would run the whole sweep in every rank; start one torchrun per job, or "
+            "sweep without torchrun"
+        )
+    if not any(a.lstrip("+").startswith("hydra.run.dir=") for a in arguments):
+        raise UserError(
+            "hydra.run.dir= is missing: under torchrun every rank would make a folder of its own; "
+            "name one that all ranks share"
+        )
+
+
+def join(entry: Callable[..., Any], args: tuple[Any, ...], config: LaunchConfig) -> Any:
+    """Runs `entry(context, *args)` in this process, as the rank that `torchrun` has made it.
+
+    Returns:
+        What the entry returned.
+
+    Raises:
+        UserError: for a `launch.nproc` that torchrun contradicts, or a restarted group.
+    """
+    rank, world_size, local_rank, local_world_size = (
+        int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    )
+    if config.nproc not in (1, local_world_size):
+        raise UserError(
+            f"launch.nproc={config.nproc}: torchrun has started {local_world_size} processes on "
+            "this host; leave launch.nproc out"
+        )
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0:
+        raise UserError(
+            "torchrun has restarted the workers, and resuming isn't built yet; start again with "
+            "--max-restarts=0 and train.overwrite=true"
+        )
+    brief_warnings(shown=rank == 0)
+    # Threads are torchrun's affair, which sets OMP_NUM_THREADS: null leaves them.
+    task = Task(entry, args, config.device, config.num_threads, config.timeout_s)
+    with tempfile.TemporaryDirectory(prefix="dlrm-rank-") as name:
+        heartbeat = Heartbeat(heartbeat_file(Path(name), rank))  # Stays, mapped, when it is gone.
+    watch_self(heartbeat, rank, world_size, config.timeout_s)
+    try:
+        return run_as_rank(task, WorkerContext(rank, world_size, local_rank, heartbeat))
+    except Exception as error:
+        if is_secondary(error):
+            time.sleep(_LET_SPEAK_S)
+        raise
+    finally:
+        heartbeat.finished()
+
+
+# ------------------------------------------------------------------------------- the launcher
+
+
+def _run_elastic(folder: Path, nproc: int, num_threads: int | None) -> dict[int, int]:
+    """Runs the workers to their end; returns exit statuses as `blame.Evidence` has them."""
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig as ElasticConfig
+    from torch.distributed.launcher.api import elastic_launch
+
+    program = folder / "worker.py"
+    program.write_text(
+        f"import sys\nfrom pathlib import Path\nsys.path[:] = {sys.path!r}\n"
+        "from dlrm.worker import main\n"
+        f"main(Path({str(folder)!r}), {os.getpid()})\n"
+    )
+    # A signal that is ignored, as SIGHUP is under nohup, stays ignored.
+    handled = [
+        number
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        if signal.getsignal(number) is not signal.SIG_IGN
+    ]
+    config = ElasticConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=nproc,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        rdzv_configs={"is_host": True},
+        local_addr="localhost",
+        max_restarts=0,
+        monitor_interval=_MONITOR_S,
+        logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
+        signals_to_handle=",".join(number.name for number in handled),
+        shutdown_timeout=int(GRACE_S),
+    )
+    try:
+        with _quiet(), _environment(num_threads), _own_signal_handlers():
+            elastic_launch(config, sys.executable)(str(program))
+    except ChildFailedError as error:
+        return {rank: failure.exitcode for rank, failure in error.failures.items()}
+    except SignalException as error:
+        _show_cursor()
+        if error.sigval == signal.SIGINT:
+            raise KeyboardInterrupt from None
+        raise SystemExit(128 + error.sigval) from None
+    return {}
+
+
+@contextlib.contextmanager
+def _environment(num_threads: int | None) -> Iterator[None]:
+    """The environment that workers are to inherit; afterwards it is as it was."""
+    saved = dict(os.environ)
+    for name, value in _DEFAULTS.items():
+        os.environ.setdefault(name, value)
+    if num_threads is not None:
+        os.environ["OMP_NUM_THREADS"] = str(num_threads)
+    try:
+        yield
+    finally:
+        for name in set(os.environ) - set(saved):
+            del os.environ[name]
+        os.environ.update(saved)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps the elastic launcher's log lines from the user; what matters is told by `launch`."""
+    loggers = [logging.getLogger(f"torch.distributed.{part}") for part in ("elastic", "launcher")]
+    saved = [logger.propagate for logger in loggers]
+    handler = logging.NullHandler()
+    for logger in loggers:
+        logger.addHandler(handler)
+        logger.propagate = False
+    try:
+        yield
+    finally:
+        for logger, propagate in zip(loggers, saved, strict=True):
+            logger.removeHandler(handler)
+            logger.propagate = propagate
+
+
+@contextlib.contextmanager
+def _own_signal_handlers() -> Iterator[None]:
+    """Puts this process's handlers back, which the elastic launcher replaces."""
+    saved = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in saved.items():
+            if signal.getsignal(number) is not handler:
+                signal.signal(number, handler)
+
+
+def _show_cursor() -> None:
+    """Shows the terminal's cursor: a live display that was killed has left it hidden."""
+    if sys.stdout.isatty():
+        print("\x1b[?25h", end="", flush=True)
+
+
+# ------------------------------------------------------------------------------------ failures
+
+
+def _to_error(verdict: Verdict, world_size: int, folder: Path) -> Exception:
+    """The exception that tells the user."""
+    rank, told = verdict.beat.rank, verdict.told
+    if told is not None and told.kind == "user":
+        return UserError(told.message)
+    if told is not None and told.os_error is not None:
+        return OSError(*told.os_error)
+    text = describe(verdict.beat, world_size, verdict.reason)
+    if told is not None and told.rank == rank:
+        return WorkersFailed(f"{text}: {told.message}\n{told.traceback.rstrip()}")
+    if told is not None:
+        text += f"\nrank {told.rank} told: {told.message}"
+    stack = _read_stack(folder, rank)
+    return WorkersFailed(f"{text}\nwhere rank {rank} was:\n{stack}" if stack else text)
+
+
+def _read_stack(folder: Path, rank: int) -> str:
+    path = stack_file(folder, rank)
+    text = path.read_text(errors="replace") if path.exists() else ""
+    return text.partition("\nExtension modules:")[0].strip()
+
+
+def _keep_failures(folder: Path, run_dir: Path, watchdog: Watchdog) -> None:
+    """Writes down what every rank told, for those who look closer than the message does."""
+    told = {failure.rank: failure for failure in watchdog.told()}
+    parts = []
+    for beat in watchdog.beats():
+        parts.append(f"rank {beat.rank}: {beat.place}")
+        if beat.rank in told:
+            parts.append(told[beat.rank].traceback)
+        parts.append(_read_stack(folder, beat.rank))
+    (run_dir / "failures.txt").write_text("\n".join(part for part in parts if part) + "\n")

@@ -1,0 +1,222 @@
+"""One worker process of a run: what it does between the launcher's start and its own end.
+
+Nothing here imports torch before the worker is known to its launcher: a worker that fails or
+hangs in an import is told like any other.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import json
+import os
+import pickle
+import signal
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from dlrm.heartbeat import NO_STEP, START, Heartbeat, NoHeartbeat, heartbeat_file
+
+START_TIMEOUT_S = 60.0
+"""Ranks may be that far apart until all are up, whatever `launch.timeout_s`: a cold import."""
+
+# Errors of these packages that are ValueErrors are the user's to mend (as in dlrm/__main__.py).
+_OUR_PACKAGES = ("data", "embeddings", "dlrm")
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class WorkerContext:
+    """One process of a run: which one it is, and where it tells how far it has come."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    heartbeat: Heartbeat | NoHeartbeat
+
+
+@dataclass(frozen=True)
+class Task:
+    """What every worker of a run does."""
+
+    entry: Callable[..., Any]
+    args: tuple[Any, ...]
+    device: str
+    num_threads: int | None
+    timeout_s: float
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How a worker failed.
+
+    Attributes:
+        kind: `error`; `user`: a mistake of the user; `os`: a file or disk; `secondary`: another
+            rank was lost; `stopped`: told to end.
+        time_s: of `time.monotonic()`.
+        message: the exception's.
+        traceback: whole.
+        os_error: errno, text and file name of kind `os`.
+    """
+
+    rank: int
+    kind: str
+    time_s: float
+    message: str
+    traceback: str
+    os_error: tuple[int, str, str] | None = None
+
+
+class Stopped(BaseException):
+    """The launcher tells this worker to end: another one has failed, or the run was ended."""
+
+    def __init__(self, time_s: float) -> None:
+        super().__init__("told to end")
+        self.time_s = time_s
+
+
+def main(folder: Path, launcher_pid: int) -> None:
+    """Runs the task in `folder` as the rank that the environment says, then ends the process."""
+    _die_with(launcher_pid)
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    heartbeat = Heartbeat(heartbeat_file(folder, rank))
+    _handle_signals(stack_file(folder, rank))
+    brief_warnings(shown=rank == 0)
+    try:
+        task: Task = pickle.loads((folder / "task").read_bytes())
+        context = WorkerContext(rank, world_size, int(os.environ["LOCAL_RANK"]), heartbeat)
+        value = run_as_rank(task, context)
+        if rank == 0:
+            (folder / "value").write_bytes(pickle.dumps(value))
+        heartbeat.finished()
+    except KeyboardInterrupt:
+        _end(130)
+    except BaseException as error:
+        failure = _describe(error, rank)
+        partial = failure_file(folder, rank).with_suffix(".partial")
+        partial.write_text(json.dumps(asdict(failure)))
+        os.replace(partial, failure_file(folder, rank))
+        _end(1)
+
+
+def run_as_rank(task: Task, context: WorkerContext) -> Any:
+    """Runs the task's entry as one rank, within a process group where there are several."""
+    import torch
+    import torch.distributed as dist
+
+    if task.num_threads is not None:
+        torch.set_num_threads(task.num_threads)
+    if context.world_size == 1:
+        return task.entry(context, *task.args)
+    context.heartbeat.beat(NO_STEP, START)
+    start_timeout = timedelta(seconds=max(task.timeout_s, START_TIMEOUT_S))
+    store, rank, world_size = next(dist.rendezvous("env://", timeout=start_timeout))
+    # Only once all are up does `timeout_s` count: ranks may differ by seconds in their imports.
+    store.set(f"up/{rank}", "")
+    store.wait([f"up/{other}" for other in range(world_size)], start_timeout)
+    context.heartbeat.beat(NO_STEP, START)
+    dist.init_process_group(
+        "nccl" if task.device == "cuda" else "gloo",
+        store=store,
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=task.timeout_s),
+    )
+    value = task.entry(context, *task.args)
+    # Not after a failure: it can wait for ranks that are gone.
+    dist.destroy_process_group()
+    return value
+
+
+def brief_warnings(*, shown: bool) -> None:
+    """Warnings as one line each; of ranks that say the same as another, none."""
+    warnings.formatwarning = lambda message, *_: f"dlrm: warning: {message}\n"
+    if not shown:
+        warnings.showwarning = lambda *_: None
+
+
+def is_user_error(error: BaseException) -> bool:
+    """Whether an error is the user's to mend."""
+    return isinstance(error, ValueError) and (type(error).__module__.split(".")[0] in _OUR_PACKAGES)
+
+
+def is_secondary(error: BaseException) -> bool:
+    """Whether an error, or one that it followed from, only says that another rank is lost."""
+    seen: BaseException | None = error
+    while seen is not None:
+        # By name: torch may be what couldn't be imported.
+        if {kind.__name__ for kind in type(seen).__mro__} & {"PeerLost", "DistError"}:
+            return True
+        # gloo's own errors have no type.
+        if type(seen) is RuntimeError and "gloo/" in str(seen):
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return False
+
+
+def failure_file(folder: Path, rank: int) -> Path:
+    """Where a worker says how it failed, whole or not at all."""
+    return folder / f"{rank}.failure"
+
+
+def stack_file(folder: Path, rank: int) -> Path:
+    """Where a worker's stack goes when it is told to end or crashes."""
+    return folder / f"{rank}.stack"
+
+
+def _die_with(launcher_pid: int) -> None:
+    """The kernel ends this process when its launcher is gone, even if that was SIGKILLed."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != launcher_pid:  # It was gone before the line above.
+        os._exit(1)
+
+
+def _handle_signals(stack: Path) -> None:
+    """On SIGTERM the stack is written, even by a thread that hangs in C, then `Stopped` raised."""
+
+    def stop(signum: int, frame: FrameType | None) -> None:
+        signal.signal(signum, signal.SIG_IGN)  # What cleans up now isn't to be stopped again.
+        raise Stopped(time.monotonic())
+
+    file = open(stack, "w")  # noqa: SIM115  (lives as long as the process)
+    faulthandler.enable(file)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, stop)
+        faulthandler.register(number, file, chain=True)
+
+
+def _describe(error: BaseException, rank: int) -> Failure:
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    text = "".join(traceback.format_exception(type(error), error, trace or error.__traceback__))
+    message = f"{type(error).__name__}: {error}"
+    time_s = time.monotonic()
+    if isinstance(error, Stopped):
+        return Failure(rank, "stopped", error.time_s, message, text)
+    if is_secondary(error):
+        return Failure(rank, "secondary", time_s, message, text)
+    if is_user_error(error):
+        return Failure(rank, "user", time_s, str(error), text)
+    if isinstance(error, OSError) and error.filename and error.errno is not None:
+        about = (error.errno, str(error.strerror), str(error.filename))
+        return Failure(rank, "os", time_s, message, text, about)
+    return Failure(rank, "error", time_s, message, text)
+
+
+def _end(status: int) -> None:
+    """Ends the process without waiting for threads or groups, which may hang now."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            continue  # A closed pipe: nobody reads it.
+    os._exit(status)

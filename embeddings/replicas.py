@@ -1,0 +1,207 @@
+"""Tables that every rank holds: their gradients are summed over ranks, so that they stay equal.
+
+Two ways, chosen for each table and batch from figures that all ranks have, and equal but for the
+order of the sum:
+
+    gather   every rank sends the gradient of each row it touched to every other: in all ranks
+             together (W-1) · Σ_r K_r · (D · value bytes + id bytes)
+    dense    the whole gradient matrix, with a column that counts the ranks that touched a row, is
+             all-reduced: 2 · (W-1) · R · (D+1) · value bytes
+
+so dense is cheaper where Σ_r K_r · (D · value + id) > 2 · R · (D+1) · value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from embeddings.bag_sum import bag_sum
+from embeddings.communicator import Communicator, Pending
+from embeddings.router import GroupPlan, sort_keys
+from embeddings.table_group import TableGroup
+
+Int64Array = npt.NDArray[np.int64]
+
+
+@dataclass(eq=False)
+class ReplicaCounts:
+    """What the ranks touch of the replicas in one batch.
+
+    Attributes:
+        num_rows: `(W, tables)` distinct rows touched.
+        is_dense: per table whether its gradient is all-reduced as a matrix.
+        rows: per rank and table the touched rows, ascending; empty where the table goes dense
+            (but for this rank's own).
+    """
+
+    num_rows: Int64Array
+    is_dense: tuple[bool, ...]
+    rows: list[list[Int64Array]] = field(default_factory=list)
+
+
+class Replicas:
+    """The tables that are everywhere, in a run of several ranks.
+
+    Args:
+        groups: per index of a group the group; those that aren't everywhere are None.
+        comm: the ranks.
+        value_bytes: bytes of a value on the wire.
+    """
+
+    def __init__(
+        self, groups: Sequence[TableGroup | None], comm: Communicator, value_bytes: int
+    ) -> None:
+        self._comm = comm
+        self._tables = [
+            (index, piece, key)
+            for index, group in enumerate(groups)
+            if group is not None and comm.world_size > 1
+            for piece, key in zip(group.pieces, group.first_keys, strict=True)
+        ]
+        self.num_tables = len(self._tables)
+        self.wire_ids: tuple[npt.DTypeLike, ...] = tuple(
+            np.int32 if piece.num_rows <= 2**31 else np.int64 for _, piece, _ in self._tables
+        )
+        self._value_bytes = value_bytes
+
+    def touched(self, local: Sequence[GroupPlan]) -> list[Int64Array]:
+        """Per table the distinct rows of this rank's batch, ascending.
+
+        Args:
+            local: the plans of the groups that are everywhere; empty for a batch with a bad id.
+        """
+        if not local:
+            return [np.empty(0, dtype=np.int64) for _ in self._tables]
+        rows: list[Int64Array] = []
+        for index, piece, key in self._tables:
+            keys_K = local[index].unique.keys_K.numpy()
+            low, high = np.searchsorted(keys_K, [key, key + piece.num_rows])
+            rows.append(keys_K[low:high] - key)
+        return rows
+
+    def choose(self, num_rows: Int64Array) -> ReplicaCounts:
+        """Gather or dense, per table, from `(W, tables)` counts."""
+        dense = []
+        for table, (_, piece, _) in enumerate(self._tables):
+            id_bytes = np.dtype(self.wire_ids[table]).itemsize
+            gathered = int(num_rows[:, table].sum()) * (piece.dim * self._value_bytes + id_bytes)
+            dense.append(gathered > 2 * piece.num_rows * (piece.dim + 1) * self._value_bytes)
+        return ReplicaCounts(num_rows.copy(), tuple(dense))
+
+    def num_id_bytes(self, rank: int, counts: ReplicaCounts) -> int:
+        """Bytes of ids that `rank` sends to each other rank."""
+        return sum(
+            int(counts.num_rows[rank, table]) * np.dtype(self.wire_ids[table]).itemsize
+            for table in range(self.num_tables)
+            if not counts.is_dense[table]
+        )
+
+    def num_values(self, rank: int, counts: ReplicaCounts) -> int:
+        """Gradient values that `rank` sends to each other rank."""
+        return sum(
+            int(counts.num_rows[rank, table]) * piece.dim
+            for table, (_, piece, _) in enumerate(self._tables)
+            if not counts.is_dense[table]
+        )
+
+    def read_rows(
+        self, rank: int, counts: ReplicaCounts, take: Callable[[int, Any], Int64Array]
+    ) -> list[Int64Array]:
+        """The rows that `rank` touched, taken from its ids."""
+        return [
+            np.empty(0, dtype=np.int64)
+            if counts.is_dense[table]
+            else take(int(counts.num_rows[rank, table]), self.wire_ids[table]).astype(np.int64)
+            for table in range(self.num_tables)
+        ]
+
+    def split(
+        self, gradients: Sequence[tuple[int, Tensor, Tensor]], counts: ReplicaCounts
+    ) -> list[Tensor | None]:
+        """Per table this rank's gradients of its touched rows, `(K, D)`; None for a dense one."""
+        return [
+            None if counts.is_dense[table] else self._of_table(table, gradients)
+            for table in range(self.num_tables)
+        ]
+
+    def _of_table(self, table: int, gradients: Sequence[tuple[int, Tensor, Tensor]]) -> Tensor:
+        index, piece, key = self._tables[table]
+        _, keys_K, grads_KD = next(entry for entry in gradients if entry[0] == index)
+        low, high = np.searchsorted(keys_K.numpy(), [key, key + piece.num_rows])
+        return grads_KD[int(low) : int(high)]
+
+    def begin_dense(
+        self,
+        gradients: Sequence[tuple[int, Tensor, Tensor]],
+        counts: ReplicaCounts,
+        comm: Communicator,
+    ) -> Pending | None:
+        """Issues one all-reduce of all gradients that go as matrices; None where none does."""
+        chosen = [table for table in range(self.num_tables) if counts.is_dense[table]]
+        if not chosen:
+            return None
+        matrices = []
+        for table in chosen:
+            _, piece, _ = self._tables[table]
+            grads_KD = self._of_table(table, gradients)
+            matrix = grads_KD.new_zeros(piece.num_rows, piece.dim + 1)
+            rows_K = torch.from_numpy(counts.rows[comm.rank][table])
+            matrix[rows_K, : piece.dim] = grads_KD
+            matrix[rows_K, piece.dim] = 1
+            matrices.append(matrix.reshape(-1))
+        return comm.all_reduce("dense", torch.cat(matrices))
+
+    def sum_ranks(
+        self,
+        counts: ReplicaCounts,
+        own: Sequence[Tensor | None],
+        received: Sequence[Tensor],
+        dense: Pending | None,
+    ) -> list[tuple[int, Tensor, Tensor]]:
+        """Per table the touched rows as keys of its group, and the sums over all ranks.
+
+        The sums of gathered gradients are made in the order of the ranks, on every rank alike: the
+        replicas stay equal to the bit.
+
+        Args:
+            counts: the batch.
+            own: result of `split`, as the other ranks received it.
+            received: per rank its gradients, table after table.
+            dense: result of `begin_dense`.
+        """
+        positions = [0] * self._comm.world_size
+        sums: list[tuple[int, Tensor, Tensor]] = []
+        matrices = None if dense is None else dense.wait()
+        matrix_start = 0
+        for table, (index, piece, key) in enumerate(self._tables):
+            if counts.is_dense[table]:
+                assert matrices is not None
+                size = piece.num_rows * (piece.dim + 1)
+                matrix = matrices[matrix_start : matrix_start + size].view(piece.num_rows, -1)
+                matrix_start += size
+                rows_K = torch.nonzero(matrix[:, piece.dim])[:, 0]
+                sums.append((index, rows_K + key, matrix[rows_K, : piece.dim].contiguous()))
+                continue
+            parts: list[Tensor] = []
+            for rank in range(self._comm.world_size):
+                own_part = own[table]
+                if rank == self._comm.rank:
+                    assert own_part is not None
+                    parts.append(own_part)
+                    continue
+                size = int(counts.num_rows[rank, table]) * piece.dim
+                start = positions[rank]
+                parts.append(received[rank][start : start + size].view(-1, piece.dim))
+                positions[rank] += size
+            rows_L = torch.from_numpy(np.concatenate([rows[table] for rows in counts.rows]))
+            ordered = sort_keys(rows_L)
+            grads_KD = bag_sum(torch.cat(parts), ordered.order_L, ordered.starts, None)
+            sums.append((index, ordered.keys_K + key, grads_KD))
+        return sums

@@ -1,0 +1,302 @@
+"""What a rank asks of the others for one batch, and what it serves: integer work, no communication.
+
+For each key space a rank makes a `Request`: the keys, packed by the rank they lie on, and how the
+vectors that come back become pooled columns. What the other ranks asked of this one arrives as a
+`Service`. Both work on ids alone, so they can be made any number of steps ahead.
+
+    kv       a request is each distinct key once; a vector comes back for each key, and the
+             requester pools
+    pooled   a request is bags of keys, only those bags that have keys on that rank; the owner
+             pools, and one partial sum comes back for each such bag
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from data.batch import JaggedIds
+from embeddings.layout import FeatureSlice, KeySpace
+from embeddings.router import (
+    SampleMajorBags,
+    SortedKeys,
+    offsets_of,
+    sample_major,
+    sample_major_bag_of_id,
+    sort_keys,
+)
+from embeddings.table import FeatureConfig
+
+Int64Array = npt.NDArray[np.int64]
+
+
+class VectorBags(NamedTuple):
+    """In which bags each received vector occurs: the transposed lookup of the requester.
+
+    Attributes:
+        bags_L: int64 sample-major bags, grouped by vector.
+        starts: int64, one more than vectors; those of vector m are `bags_L[starts[m]:starts[m+1]]`.
+        weights_L: factor of each occurrence, or None where all are 1.
+    """
+
+    bags_L: Tensor
+    starts: Tensor
+    weights_L: Tensor | None
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """What this rank asks of all ranks in one key space.
+
+    Attributes:
+        keys_L: int64, rank by rank, less the rank's base: distinct and ascending for `kv`, bag by
+            bag for `pooled`.
+        num_keys: per rank how many of them.
+        bag_lengths: int64 keys of each bag, rank by rank; None for `kv`.
+        bag_weights_L: fp32 factors of the keys, or None where all are 1 and for `kv`.
+        num_vectors: per rank the vectors that come back: keys (`kv`) or bags (`pooled`).
+        bags: the pooled columns as bags of received vectors, which lie rank by rank.
+        vectors: the transposed of `bags`.
+    """
+
+    keys_L: Int64Array
+    num_keys: tuple[int, ...]
+    bag_lengths: Int64Array | None
+    bag_weights_L: npt.NDArray[np.float32] | None
+    num_vectors: tuple[int, ...]
+    bags: SampleMajorBags
+    vectors: VectorBags
+
+
+@dataclass(frozen=True, eq=False)
+class Service:
+    """What all ranks ask of this one in one key space.
+
+    Attributes:
+        keys_L: int64 keys of this rank's group, rank after asking rank.
+        offsets: bags in `keys_L`; None for `kv`, where each key is a bag of its own.
+        weights_L: factor of each key, of the table's type, or None where all are 1.
+        num_vectors: per asking rank the vectors to send.
+    """
+
+    keys_L: Tensor
+    offsets: Tensor | None
+    weights_L: Tensor | None
+    num_vectors: tuple[int, ...]
+
+    @cached_property
+    def by_key(self) -> tuple[Tensor, VectorBags]:
+        """The distinct keys, and which of the vectors each occurs in (at the first call)."""
+        ordered = sort_keys(self.keys_L)
+        if self.offsets is None:
+            return ordered.keys_K, VectorBags(ordered.order_L, ordered.starts, None)
+        lengths = self.offsets.diff()
+        bag_of_id_L = torch.repeat_interleave(torch.arange(lengths.numel()), lengths)
+        weights_L = None if self.weights_L is None else self.weights_L[ordered.order_L]
+        vectors = VectorBags(bag_of_id_L[ordered.order_L], ordered.starts, weights_L)
+        return ordered.keys_K, vectors
+
+
+class _SliceIds(NamedTuple):
+    """The ids of a feature slice, feature-major over the slices of a space.
+
+    Attributes:
+        keys_L: keys of the space.
+        lengths_FB: keys per bag.
+        kept_L: which ids of the slices' features have a key here, or None where all have one.
+    """
+
+    keys_L: Int64Array
+    lengths_FB: Int64Array
+    kept_L: npt.NDArray[np.bool_] | None
+
+
+def plan_request(
+    space: KeySpace, features: Sequence[FeatureConfig], ids: JaggedIds, dtype: torch.dtype
+) -> Request:
+    """This rank's request in one key space for one batch; its ids have been checked."""
+    routed = _route(space, ids)
+    if space.exchange == "kv":
+        return _plan_kv(space, features, ids, routed, dtype)
+    return _plan_pooled(space, features, ids, routed, dtype)
+
+
+def _plan_kv(
+    space: KeySpace,
+    features: Sequence[FeatureConfig],
+    ids: JaggedIds,
+    routed: _SliceIds,
+    dtype: torch.dtype,
+) -> Request:
+    ordered = sort_keys(torch.from_numpy(routed.keys_L))
+    keys_K = ordered.keys_K.numpy()
+    bounds = np.searchsorted(keys_K, space.bases)
+    num_keys = np.diff(bounds)
+    weights_L = _weights(space, features, ids, routed, bag_weights=True, means=True)
+    offsets = offsets_of(routed.lengths_FB.reshape(-1))
+    weights = None if weights_L is None else torch.from_numpy(weights_L).to(dtype)
+    bags = sample_major(
+        routed.lengths_FB, offsets, ordered.inverse_L(), weights
+    )  # The vector of a key is at the key's place among the distinct ones.
+    order_L = ordered.order_L
+    bag_of_id_L = torch.from_numpy(sample_major_bag_of_id(routed.lengths_FB))
+    vectors = VectorBags(
+        bag_of_id_L[order_L], ordered.starts, None if weights is None else weights[order_L]
+    )
+    counts = tuple(num_keys.tolist())
+    return Request(
+        keys_L=keys_K - np.repeat(space.bases[:-1], num_keys),
+        num_keys=counts,
+        bag_lengths=None,
+        bag_weights_L=None,
+        num_vectors=counts,
+        bags=bags,
+        vectors=vectors,
+    )
+
+
+def _plan_pooled(
+    space: KeySpace,
+    features: Sequence[FeatureConfig],
+    ids: JaggedIds,
+    routed: _SliceIds,
+    dtype: torch.dtype,
+) -> Request:
+    num_ranks = len(space.group_of_rank)
+    rank_L = np.searchsorted(space.bases[1:], routed.keys_L, side="right")
+    order_L = np.argsort(rank_L, kind="stable")
+    bag_L = sample_major_bag_of_id(routed.lengths_FB)[order_L]
+    rank_L = rank_L[order_L]
+    # A bag on a rank is a run of equal (rank, bag): within a rank, ids are still bag after bag.
+    is_first_L = np.ones(rank_L.size, dtype=bool)
+    is_first_L[1:] = (rank_L[1:] != rank_L[:-1]) | (bag_L[1:] != bag_L[:-1])
+    first_P = np.flatnonzero(is_first_L)
+    bag_P = bag_L[first_P]
+    lengths_P = np.diff(np.append(first_P, rank_L.size))
+    num_keys = np.bincount(rank_L, minlength=num_ranks)
+    num_vectors = np.bincount(rank_L[first_P], minlength=num_ranks)
+
+    bag_weights_L = _weights(space, features, ids, routed, bag_weights=True, means=False)
+    num_bags = routed.lengths_FB.size
+    factor_bags = _mean_factors(space, features, ids)
+    vector_weights = None if factor_bags is None else torch.from_numpy(factor_bags[bag_P]).to(dtype)
+    by_bag_P = np.argsort(bag_P, kind="stable")
+    bags = SampleMajorBags(
+        keys_L=torch.from_numpy(by_bag_P),
+        offsets=torch.from_numpy(offsets_of(np.bincount(bag_P, minlength=num_bags))),
+        weights_L=None if vector_weights is None else vector_weights[torch.from_numpy(by_bag_P)],
+    )
+    vectors = VectorBags(torch.from_numpy(bag_P), torch.arange(bag_P.size + 1), vector_weights)
+    return Request(
+        keys_L=(routed.keys_L[order_L] - space.bases[rank_L]),
+        num_keys=tuple(num_keys.tolist()),
+        bag_lengths=lengths_P,
+        bag_weights_L=(
+            None if bag_weights_L is None else bag_weights_L[order_L].astype(np.float32)
+        ),
+        num_vectors=tuple(num_vectors.tolist()),
+        bags=bags,
+        vectors=vectors,
+    )
+
+
+def _route(space: KeySpace, ids: JaggedIds) -> _SliceIds:
+    """The key of every id in every slice of the space."""
+    values_L, offsets = ids.values_L.numpy(), ids.offsets.numpy()
+    batch_size = ids.batch_size
+    all_lengths_FB = np.diff(offsets).reshape(ids.num_features, batch_size)
+    keys: list[Int64Array] = []
+    kept: list[npt.NDArray[np.bool_]] = []
+    lengths_FB = np.empty((len(space.slices), batch_size), dtype=np.int64)
+    for position, part in enumerate(space.slices):
+        start = offsets[part.feature * batch_size]
+        stop = offsets[(part.feature + 1) * batch_size]
+        segment_L = values_L[start:stop]
+        part_keys_L, kept_L = _keys_of(part, segment_L)
+        lengths_B = all_lengths_FB[part.feature]
+        if not part.covers_table:
+            bag_of_id_L = np.repeat(np.arange(batch_size), lengths_B)
+            lengths_B = np.bincount(bag_of_id_L[kept_L], minlength=batch_size)
+        lengths_FB[position] = lengths_B
+        keys.append(part_keys_L)
+        kept.append(kept_L)
+    keys_L = np.concatenate(keys)
+    if all(part.covers_table for part in space.slices):
+        return _SliceIds(keys_L, lengths_FB, None)
+    return _SliceIds(keys_L, lengths_FB, np.concatenate(kept))
+
+
+def _keys_of(part: FeatureSlice, ids_L: Int64Array) -> tuple[Int64Array, npt.NDArray[np.bool_]]:
+    if part.covers_table and len(part.key_shifts) == 1:
+        return ids_L + part.key_shifts[0], np.ones(ids_L.size, dtype=bool)
+    piece_L = np.searchsorted(part.row_stops, ids_L, side="right")
+    if part.covers_table:
+        return ids_L + part.key_shifts[piece_L], np.ones(ids_L.size, dtype=bool)
+    kept_L = piece_L < len(part.row_stops)
+    kept_L[kept_L] = ids_L[kept_L] >= part.row_starts[piece_L[kept_L]]
+    return ids_L[kept_L] + part.key_shifts[piece_L[kept_L]], kept_L
+
+
+def _weights(
+    space: KeySpace,
+    features: Sequence[FeatureConfig],
+    ids: JaggedIds,
+    routed: _SliceIds,
+    *,
+    bag_weights: bool,
+    means: bool,
+) -> npt.NDArray[np.float64] | None:
+    """Factor of each key of `routed`: bag weight, divided by the bag's length for a mean.
+
+    In fp64, where both a bag weight (fp32) and its quotient are rounded once at most.
+    """
+    batch_size = ids.batch_size
+    offsets = ids.offsets.numpy()
+    parts: list[npt.NDArray[np.float64]] = []
+    is_one = True
+    for part in space.slices:
+        start = offsets[part.feature * batch_size]
+        stop = offsets[(part.feature + 1) * batch_size]
+        weights_L = np.ones(stop - start)
+        if bag_weights and ids.weights_L is not None:
+            weights_L = ids.weights_L[start:stop].numpy().astype(np.float64)
+            is_one = is_one and bool((weights_L == 1).all())
+        if means and features[part.feature].pooling == "mean":
+            bounds = offsets[part.feature * batch_size : (part.feature + 1) * batch_size + 1]
+            lengths_B = np.diff(bounds)
+            is_one = is_one and bool((lengths_B <= 1).all())
+            weights_L = weights_L / np.repeat(lengths_B, lengths_B)
+        parts.append(weights_L)
+    if is_one:
+        return None
+    weights_L = np.concatenate(parts)
+    return weights_L if routed.kept_L is None else weights_L[routed.kept_L]
+
+
+def _mean_factors(
+    space: KeySpace, features: Sequence[FeatureConfig], ids: JaggedIds
+) -> npt.NDArray[np.float64] | None:
+    """Per sample-major bag 1 / (ids in the whole bag) for a mean, else 1; None where all are 1."""
+    means = [features[part.feature].pooling == "mean" for part in space.slices]
+    if not any(means):
+        return None
+    lengths_FB = np.diff(ids.offsets.numpy()).reshape(ids.num_features, ids.batch_size)
+    lengths_BF = lengths_FB[[part.feature for part in space.slices]].T
+    factors_BF = np.where(means, 1.0 / np.maximum(lengths_BF, 1), 1.0)
+    return None if (factors_BF == 1).all() else factors_BF.reshape(-1)
+
+
+def sorted_stretch(keys_K: Tensor, first: int, stop: int) -> tuple[int, int]:
+    """Positions of the keys `first … stop-1` in ascending `keys_K`, half-open."""
+    low, high = np.searchsorted(keys_K.numpy(), [first, stop])
+    return int(low), int(high)
+
+
+__all__ = ["Request", "Service", "SortedKeys", "VectorBags", "plan_request", "sorted_stretch"]

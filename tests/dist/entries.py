@@ -1,0 +1,106 @@
+"""What the workers of tests/dist/test_launch.py run. Workers import this module by its name."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from data.errors import UserError
+from dlrm.launch import WorkerContext
+
+FOR_EVER_S = 10_000.0
+
+
+class PeerLost(RuntimeError):
+    """Stands for the error of a collective whose peer is gone."""
+
+
+def sum_of_ranks(context: WorkerContext) -> int:
+    """One all-reduce: the ranks of all."""
+    ranks = torch.tensor([context.rank])
+    if context.world_size > 1:
+        context.heartbeat.waiting("all_reduce")
+        try:
+            dist.all_reduce(ranks)
+        except RuntimeError as error:
+            raise PeerLost(f"rank {context.rank}, waiting in all_reduce: {error}") from error
+        context.heartbeat.waiting(None)
+    return int(ranks)
+
+
+def describe(context: WorkerContext, extra: Any) -> dict[str, Any]:
+    """Who the worker is and what it finds."""
+    total = sum_of_ranks(context)
+    names = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "MALLOC_MMAP_THRESHOLD_", "MASTER_PORT")
+    return {
+        "rank": context.rank,
+        "world_size": context.world_size,
+        "local_rank": context.local_rank,
+        "sum": total,
+        "extra": extra,
+        "environment": {name: os.environ.get(name) for name in names},
+        "num_threads": torch.get_num_threads(),
+        "pid": os.getpid(),
+    }
+
+
+def three_steps(context: WorkerContext, how: str, who: int, pids: str) -> int:
+    """Steps of an all-reduce each; at step 3 rank `who` does `how` (see `misbehave`)."""
+    (Path(pids) / str(context.rank)).write_text(str(os.getpid()))
+    for step in range(1, 6):
+        context.heartbeat.beat(step, "forward")
+        if step == 3 and who in (context.rank, -1):
+            context.heartbeat.beat(step, "backward")
+            misbehave(how)
+        sum_of_ranks(context)
+    return context.rank
+
+
+def misbehave(how: str) -> None:
+    """Fails in one way of many."""
+    if how == "raise":
+        raise ArithmeticError("rows don't add up")
+    if how == "user error":
+        raise UserError("data.root=nowhere: no such folder")
+    if how == "no file":
+        open("/nowhere/at-all")  # noqa: SIM115
+    if how == "sys.exit":
+        sys.exit("enough")
+    if how.startswith("exit "):
+        os._exit(int(how.split()[1]))
+    if how.startswith("SIG"):
+        os.kill(os.getpid(), getattr(signal, how))
+    if how == "sleep":
+        time.sleep(FOR_EVER_S)
+
+
+def warn(context: WorkerContext) -> None:
+    """Every rank warns, and says which it is."""
+    warnings.warn("train.nothing is ignored", stacklevel=2)
+    sys.stdout.write(f"rank {context.rank} here\n")
+
+
+def leave(context: WorkerContext) -> None:
+    """Rank 1 is done while rank 0 still waits for it."""
+    if context.rank == 0:
+        context.heartbeat.beat(1, "forward")
+        sum_of_ranks(context)
+
+
+def beat_slowly(context: WorkerContext, seconds: float) -> int:
+    """A phase far longer than the timeout, which beats, and no collective."""
+    until = time.monotonic() + seconds
+    step = 0
+    while time.monotonic() < until:
+        step += 1
+        context.heartbeat.beat(step, "evaluate")
+        time.sleep(0.1)
+    return step
