@@ -20,6 +20,7 @@ VERBS = {
     "train": "train a model (with no argument: on built-in synthetic data) and report",
     "evaluate": "metrics of a trained model on a prepared part or on raw files",
     "predict": "probabilities of a trained model for raw files, labelled or not, as parquet",
+    "check": "whether a sharded configuration trains the same model as one plain process",
 }
 
 _EXAMPLES = {
@@ -32,13 +33,18 @@ dlrm train                                                # synthetic data, abou
 dlrm train data=criteo_kaggle data.raw=train.txt          # prepares first, then trains
 dlrm train data=criteo_kaggle data.root=prepared/kaggle optim=adam train.precision=bf16
 dlrm train experiment=adult hydra.run.dir=outputs/adult
-dlrm train -m seed=0,1,2                                  # one run for each value""",
+dlrm train -m sharding=row_wise,column_wise data.batch_size=2048,8192 launch.nproc=2
+dlrm train experiment=sweep_sharding                      # a whole sweep in a file""",
     "evaluate": """\
 dlrm evaluate run=outputs/train/20260101-120000-000000
 dlrm evaluate run=outputs/adult checkpoint=latest part=valid
 dlrm evaluate run=outputs/adult data.raw=more.csv         # raw rows, the run's own vocabulary""",
     "predict": """\
 dlrm predict run=outputs/adult data.raw=new.csv out=predictions.parquet""",
+    "check": """\
+dlrm check launch.nproc=2 sharding=row_wise               # any keys of `dlrm train`
+dlrm check experiment=adult launch.nproc=3 check.steps=20
+dlrm check launch.nproc=2 check.mutate=mean_of_means      # a planted fault: must exit with 1""",
 }
 
 # Keys of Hydra's own that hold text.
@@ -115,7 +121,7 @@ def _run_verb(verb: str, arguments: list[str]) -> int:
 def _check_torchrun(verb: str, arguments: list[str]) -> None:
     """Of the verbs, `train` alone joins an outer torchrun, as one of its ranks."""
     from data.errors import UserError
-    from dlrm.launch import check_torchrun_arguments, under_torchrun
+    from dlrm.torchrun import check_torchrun_arguments, under_torchrun
 
     if not under_torchrun():
         return
@@ -159,6 +165,8 @@ def _compose_and_run(verb: str, arguments: list[str]) -> int:
     register()
     register_sweeper()
     jobs = Jobs(partial(_dispatch, verb), partial(_report, verb))
+    # Hydra's parser wants all overrides side by side: `a=1 -m b=2,3` as `-m a=1 b=2,3`.
+    arguments = sorted(arguments, key=lambda text: text not in ("-m", "--multirun"))
     saved, sys.argv = sys.argv, [f"dlrm {verb}", *(_keep_text(verb, a) for a in arguments)]
     try:
         hydra.main(version_base="1.3", config_path="pkg://conf", config_name=verb)(jobs)()
@@ -177,6 +185,10 @@ def _dispatch(verb: str, config: Any, text: str, run_dir: Path, is_sweep: bool) 
 
         # The jobs of a sweep share nothing: none inherits another's memory, threads or caches.
         return run_train(config, text, run_dir, fresh_processes=is_sweep)
+    if verb == "check":
+        from dlrm.check import run_check
+
+        return run_check(config, text, run_dir, fresh_processes=is_sweep)
     from dlrm.score import run_evaluate, run_predict
 
     return (run_evaluate if verb == "evaluate" else run_predict)(config, run_dir)

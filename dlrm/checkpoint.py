@@ -17,7 +17,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,8 @@ from torch import nn
 
 from data.errors import UserError
 from data.files import file_name, file_sha256, write_whole
-from embeddings.store import RowStore
+from embeddings.sharded import ShardedEmbeddings
+from embeddings.store import WEIGHT, RowsPart
 
 FORMAT_VERSION = 1
 BLOCK_ROWS = 65_536
@@ -62,36 +63,70 @@ class Checkpoints:
         self,
         step: int,
         model: nn.Module,
-        store: RowStore,
+        embeddings: ShardedEmbeddings,
         dense_optimizer: torch.optim.Optimizer,
         *,
         is_best: bool,
+        beat: Callable[[], None] = lambda: None,
     ) -> None:
         """Writes the model as it is now; it becomes `latest` and, where `is_best`, `best`.
 
-        Extra memory: one block of 65,536 rows. Models that neither name points to are removed.
+        Called by all ranks, which share the folder: the first makes the files, each rank writes the
+        rows it holds at their place, then the first takes the digests and names the model. Extra
+        memory: one block of 65,536 rows. Models that neither name points to are removed.
+
+        Args:
+            step: optimizer steps done.
+            model: the dense network, equal on all ranks.
+            embeddings: the tables.
+            dense_optimizer: its state is kept too.
+            is_best: whether it is the best so far.
+            beat: called for every block.
         """
-        self._root.mkdir(exist_ok=True)
+        comm = embeddings.comm
+        is_first = comm.rank == 0
         folder = self._root / f"step-{step:06d}"
-        if not folder.exists():
-            partial = self._root / f".partial-step-{step:06d}"
-            shutil.rmtree(partial, ignore_errors=True)
-            (partial / "tables").mkdir(parents=True)
-            _save_npz(partial / "dense.npz", _named_arrays(model.state_dict()))
-            _save_npz(partial / "dense_state.npz", _optimizer_arrays(model, dense_optimizer))
-            for table in store.tables:
-                _write_table(partial / "tables", store, table.name, table.rows)
-            tables = {t.name: {"rows": t.rows, "dim": t.dim} for t in store.tables}
-            files = sorted(p for p in partial.rglob("*") if p.is_file())
-            digests = {str(p.relative_to(partial)): file_sha256(p) for p in files}
-            info = {
-                "format_version": FORMAT_VERSION,
-                "step": step,
-                "tables": tables,
-                "files": digests,
-            }
-            write_whole(partial / _INFO, json.dumps(info, indent=1).encode())
-            os.replace(partial, folder)
+        partial = self._root / f".partial-step-{step:06d}"
+        # The first rank looks: the others might see the folder that it is about to make.
+        if comm.all_gather_object(not folder.exists())[0]:
+            if is_first:
+                shutil.rmtree(partial, ignore_errors=True)
+                (partial / "tables").mkdir(parents=True)
+                _save_npz(partial / "dense.npz", _named_arrays(model.state_dict()))
+                _save_npz(partial / "dense_state.npz", _optimizer_arrays(model, dense_optimizer))
+                _make_table_files(partial / "tables", embeddings)
+            comm.barrier()
+            for table in embeddings.tables:
+                _write_rows(partial / "tables", embeddings, table.name, table.rows, beat)
+            comm.barrier()
+            if is_first:
+                self._complete(partial, folder, step, embeddings, beat)
+        if is_first:
+            self._name(folder, is_best=is_best)
+        comm.barrier()
+
+    def _complete(
+        self,
+        partial: Path,
+        folder: Path,
+        step: int,
+        embeddings: ShardedEmbeddings,
+        beat: Callable[[], None],
+    ) -> None:
+        digests = {}
+        for path in sorted(p for p in partial.rglob("*") if p.is_file()):
+            beat()
+            digests[str(path.relative_to(partial))] = file_sha256(path)
+        info = {
+            "format_version": FORMAT_VERSION,
+            "step": step,
+            "tables": {t.name: {"rows": t.rows, "dim": t.dim} for t in embeddings.tables},
+            "files": digests,
+        }
+        write_whole(partial / _INFO, json.dumps(info, indent=1).encode())
+        os.replace(partial, folder)
+
+    def _name(self, folder: Path, *, is_best: bool) -> None:
         write_whole(self._root / "latest", folder.name.encode())
         if is_best:
             write_whole(self._root / "best", folder.name.encode())
@@ -123,17 +158,18 @@ class Checkpoints:
                 shutil.rmtree(folder)
 
 
-def load_model(info: CheckpointInfo, model: nn.Module, store: RowStore) -> None:
-    """Loads dense weights and rows into existing ones; optimizer state is not read.
+def load_model(info: CheckpointInfo, model: nn.Module, embeddings: ShardedEmbeddings) -> None:
+    """Loads dense weights, and those rows that this rank holds; optimizer state is not read.
 
     Raises:
         UserError: where tables or shapes differ, or a file is damaged, naming it.
     """
-    _check_tables(info, store)
+    _check_tables(info, embeddings)
     _check_digest(info, "dense.npz")
     with np.load(info.folder / "dense.npz", allow_pickle=False) as arrays:
         state = {name: torch.from_numpy(arrays[name]) for name in arrays.files}
     model.load_state_dict(state)
+    store = embeddings.store
     for table in store.tables:
         name = f"tables/{file_name(table.name)}.weight.npy"
         _check_digest(info, name)
@@ -143,23 +179,29 @@ def load_model(info: CheckpointInfo, model: nn.Module, store: RowStore) -> None:
             store.write(table.name, start, {"weight": block})
 
 
-def model_digest(model: nn.Module, store: RowStore) -> str:
+def model_digest(
+    model: nn.Module, embeddings: ShardedEmbeddings, beat: Callable[[], None] = lambda: None
+) -> str:
     """SHA-256 of every row, its state and the dense weights, in canonical order.
 
     Tables by name; of each, blocks of 65,536 rows; of each block, the weights and then each state
-    by name; last, the dense weights by name. So it doesn't depend on where rows live.
+    by name; last, the dense weights by name. So it doesn't depend on where rows live. Called by all
+    ranks, returned on all; rows travel to the first rank block by block.
     """
     digest = hashlib.sha256()
-    for table in sorted(store.tables, key=lambda t: t.name):
+    for table in sorted(embeddings.tables, key=lambda t: t.name):
         digest.update(f"{table.name} {table.rows} {table.dim}".encode())
         for start, stop in blocks(table.rows):
-            values = store.read(table.name, start, stop)
-            for name in ["weight", *sorted(set(values) - {"weight"})]:
+            beat()
+            values = embeddings.read(table.name, start, stop)
+            if values is None:
+                continue
+            for name in [WEIGHT, *sorted(set(values) - {WEIGHT})]:
                 digest.update(values[name].contiguous().numpy().data)
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"{name} {tuple(tensor.shape)}".encode())
         digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
-    return digest.hexdigest()
+    return str(embeddings.comm.all_gather_object(digest.hexdigest())[0])
 
 
 def blocks(rows: int) -> Iterator[tuple[int, int]]:
@@ -168,22 +210,67 @@ def blocks(rows: int) -> Iterator[tuple[int, int]]:
         yield start, min(start + BLOCK_ROWS, rows)
 
 
-def _write_table(folder: Path, store: RowStore, table: str, rows: int) -> None:
-    """One npy file for the weights and one for each state, written block by block."""
+def _make_table_files(folder: Path, embeddings: ShardedEmbeddings) -> None:
+    """One npy file of its full size for the weights of each table and one for each state."""
+    for table in embeddings.tables:
+        widths = {WEIGHT: table.dim, **embeddings.store.state_widths(table.name)}
+        for name, width in widths.items():
+            path = folder / f"{file_name(table.name)}.{name}.npy"
+            array = np.empty((0, width), dtype=_numpy_dtype(embeddings.dtype))
+            header = np.lib.format.header_data_from_array_1_0(array)
+            header["shape"] = (table.rows, width)
+            with open(path, "wb") as opened:
+                np.lib.format.write_array_header_1_0(opened, header)
+                opened.truncate(opened.tell() + table.rows * width * array.itemsize)
+
+
+def _write_rows(
+    folder: Path, embeddings: ShardedEmbeddings, table: str, rows: int, beat: Callable[[], None]
+) -> None:
+    """Writes this rank's part of a table, block by block; of a replica, the first rank does."""
     opened: dict[str, Any] = {}
     try:
         for start, stop in blocks(rows):
-            for name, tensor in store.read(table, start, stop).items():
-                array = tensor.numpy()
-                if name not in opened:
-                    opened[name] = open(folder / f"{file_name(table)}.{name}.npy", "wb")  # noqa: SIM115
-                    header = np.lib.format.header_data_from_array_1_0(array)
-                    header["shape"] = (rows, *array.shape[1:])
-                    np.lib.format.write_array_header_1_0(opened[name], header)
-                array.tofile(opened[name])
+            beat()
+            for part in embeddings.own_parts(table, start, stop):
+                for name, tensor in part.values.items():
+                    if name not in opened:
+                        path = folder / f"{file_name(table)}.{name}.npy"
+                        opened[name] = open(path, "r+b")  # noqa: SIM115
+                    _write_part(opened[name], part, name, tensor.numpy())
     finally:
         for file in opened.values():
             file.close()
+
+
+def _write_part(file: Any, part: RowsPart, name: str, values: np.ndarray) -> None:
+    file.seek(0)
+    np.lib.format.read_magic(file)
+    (_, width), _, _ = np.lib.format.read_array_header_1_0(file)
+    begin = file.tell()
+    row_bytes = width * values.itemsize
+    if values.shape[1] == width:
+        file.seek(begin + part.row_start * row_bytes)
+        np.ascontiguousarray(values).tofile(file)
+        return
+    # Some columns only: a row of them lies `row_bytes` after the other.
+    file.flush()
+    whole = np.memmap(
+        file,
+        dtype=values.dtype,
+        mode="r+",
+        offset=begin + part.row_start * row_bytes,
+        shape=(part.row_stop - part.row_start, width),
+    )
+    column = 0
+    for start, stop in part.piece.columns:
+        whole[:, start:stop] = values[:, column : column + stop - start]
+        column += stop - start
+    whole.flush()
+
+
+def _numpy_dtype(dtype: torch.dtype) -> Any:
+    return torch.empty(0, dtype=dtype).numpy().dtype
 
 
 def _save_npz(path: Path, arrays: dict[str, np.ndarray]) -> None:
@@ -213,9 +300,9 @@ def _read_info(path: Path) -> dict[str, Any]:
     return values
 
 
-def _check_tables(info: CheckpointInfo, store: RowStore) -> None:
+def _check_tables(info: CheckpointInfo, embeddings: ShardedEmbeddings) -> None:
     stored = info.values["tables"]
-    wanted = {t.name: {"rows": t.rows, "dim": t.dim} for t in store.tables}
+    wanted = {t.name: {"rows": t.rows, "dim": t.dim} for t in embeddings.tables}
     differing = [
         f"{name}: stored {stored.get(name)}, wanted {wanted.get(name)}"
         for name in sorted(stored.keys() | wanted.keys())

@@ -20,6 +20,7 @@ from data.synthetic import SyntheticConfig
 from dlrm.model import ModelConfig
 from dlrm.optim import OptimConfig
 from dlrm.sharding import ShardingConfig
+from dlrm.torchrun import under_torchrun
 
 
 @dataclass
@@ -167,8 +168,6 @@ class LaunchConfig:
         raise UserError("launch.device=cuda: only the CPU is built so far. Set launch.device=cpu")
 
     def _check_hosts(self) -> None:
-        from dlrm.launch import under_torchrun
-
         # Under torchrun the number of ranks is torchrun's.
         if self.ranks_per_host is None or under_torchrun():
             return
@@ -200,6 +199,31 @@ class TrainRun:
                 f"train.accumulate={self.train.accumulate} exceeds "
                 f"data.batch_size={self.data.batch_size}: a micro-batch needs a sample"
             )
+
+
+@dataclass
+class CheckConfig:
+    """What `dlrm check` compares."""
+
+    steps: int = 50
+    """Steps on the run's own batches; about a dozen on hand-made batches come on top."""
+    mutate: str | None = None
+    """Plants a known fault, which the check must find; an unknown name lists them. null: none."""
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise UserError(f"check.steps={self.steps}: must be at least 1")
+        if self.mutate is not None:
+            from dlrm.mutations import check_name  # Which imports what imports this.
+
+            check_name(self.mutate)
+
+
+@dataclass
+class CheckRun(TrainRun):
+    """`dlrm check`: the configuration of a training run, and how it is checked."""
+
+    check: CheckConfig = field(default_factory=CheckConfig)
 
 
 @dataclass
@@ -259,6 +283,7 @@ RUN_CONFIGS: dict[str, type] = {
     "train": TrainRun,
     "evaluate": ScoreRun,
     "predict": ScoreRun,
+    "check": CheckRun,
 }
 
 

@@ -76,6 +76,7 @@ class DenseReducer:
 
     def finish(self) -> float:
         """Waits for the sums, puts them into the parameters' `grad`; returns the summed loss."""
+        assert self._is_filling, "`begin` comes before the last backward of a step"
         self._is_filling = False
         if not self._buckets:
             return float(self._loss)

@@ -28,10 +28,10 @@ from omegaconf.errors import OmegaConfBaseException
 
 from data.errors import UserError
 from dlrm.config import to_config
-from dlrm.launch import under_torchrun
 from dlrm.run_folder import remove_if_empty
 from dlrm.sweep import Sweep, check_unused
 from dlrm.sweep_table import print_table, write_page
+from dlrm.torchrun import under_torchrun
 
 # Hydra takes plugins of the package `hydra_plugins` only, by their registered names. A folder of
 # that name would be imported at every start of every program that uses Hydra; a name does as well.

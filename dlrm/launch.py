@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 _MONITOR_S = 0.1
 # torchrun ends all ranks when the first ends: the one to blame is to have told why by then.
 _LET_SPEAK_S = 2.0
-_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # What the environment of workers holds unless the user has set it. OpenMP's barriers spin and
 # steal the cores from the other workers; glibc keeps freed blocks, so memory figures would lie;
 # gloo would ask DNS for an interface; C++ warnings of a lost peer say less than the launcher does.
@@ -110,29 +109,6 @@ def threads_per_worker(config: LaunchConfig) -> int | None:
 
 
 # ---------------------------------------------------------------------------- an outer torchrun
-
-
-def under_torchrun() -> bool:
-    """Whether this process is a rank that `torchrun` has started."""
-    return all(name in os.environ for name in _TORCHRUN)
-
-
-def check_torchrun_arguments(arguments: list[str]) -> None:
-    """Checks the command line of a rank that `torchrun` has started, before Hydra reads it.
-
-    Raises:
-        UserError: for what would differ between ranks.
-    """
-    if {"-m", "--multirun"} & set(arguments) or "hydra.mode=MULTIRUN" in arguments:
-        raise UserError(
-            "-m: torchrun would run the whole sweep in every rank; start one torchrun per job, or "
-            "sweep without torchrun"
-        )
-    if not any(a.lstrip("+").startswith("hydra.run.dir=") for a in arguments):
-        raise UserError(
-            "hydra.run.dir= is missing: under torchrun every rank would make a folder of its own; "
-            "name one that all ranks share"
-        )
 
 
 def join(entry: Callable[..., Any], args: tuple[Any, ...], config: LaunchConfig) -> Any:

@@ -307,11 +307,18 @@ def _tables(run: RunFiles, train: Mapping[str, Any]) -> list[FigureTable]:
         data.rows.append(("ids unknown to the vocabulary", unknown))
     versions = _at(result, "versions")
     named = versions.items() if isinstance(versions, Mapping) else ()
+    reasons = _at(result, "plan_reasons")
+    placed: list[FigureTable] = []
+    # In one process every table is whole, and there is nothing to tell.
+    if isinstance(reasons, Mapping) and result.get("world_size") != 1:
+        rows = [(str(table), str(reason)) for table, reason in reasons.items()]
+        placed = [FigureTable("Plan: where each table lies, and why", rows)]
     return [
         _table("Training", train, TRAINING),
         data,
         _table("Memory", result, MEMORY),
         _table("Communication per step and rank", _at(result, "comm"), COMMUNICATION),
+        *placed,
         FigureTable("Versions", [(str(name), str(version)) for name, version in named]),
         _table("Seed and digests", result, IDENTITY),
     ]

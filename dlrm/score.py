@@ -27,9 +27,9 @@ from dlrm.checkpoint import CheckpointInfo, Checkpoints, load_model
 from dlrm.config import ScoreRun, TrainRun, to_config
 from dlrm.launch import WorkerContext, launch, single_process
 from dlrm.model import DLRM
+from dlrm.planning import make_plan
 from dlrm.run_folder import RunFolder
 from dlrm.scoring import evaluate, score_batches
-from dlrm.sharding import make_plan
 from dlrm.train import NO_BEST, describe_eval, versions, write_evaluation
 from embeddings.communicator import Communicator
 from embeddings.plan import Plan

@@ -120,7 +120,7 @@ class SweepJob:
     def reason(self) -> str:
         """Why it failed, in one line."""
         lines = self.status.removeprefix("failed: ").splitlines()
-        return lines[0] if lines else ""
+        return lines[0].rstrip(" :") if lines else ""
 
 
 class Sweep:
@@ -167,6 +167,7 @@ class Sweep:
     def enter(self, number: int, folder: Path) -> None:
         """A job has a folder."""
         self.jobs[number].folder = folder
+        self.write()
 
     def fail(self, number: int, error: Exception) -> None:
         """A job failed, perhaps before it wrote anything; its folder is to say so then."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,13 +19,14 @@ from dlrm.build import communicator, set_threads
 from dlrm.config import TrainRun
 from dlrm.datasets import open_dataset
 from dlrm.display import PrepareDisplay
-from dlrm.launch import WorkerContext, join, launch, single_process, under_torchrun
+from dlrm.launch import WorkerContext, join, launch, single_process
 from dlrm.metrics import BinaryMetrics, EvalResult
 from dlrm.optim import describe_semantics
+from dlrm.planning import make_plan
 from dlrm.report import write_report
 from dlrm.run_folder import NOT_FINISHED, RunFolder
 from dlrm.scoring import teacher_result
-from dlrm.sharding import make_plan
+from dlrm.torchrun import under_torchrun
 from dlrm.trainer import Trainer, eval_figures
 from embeddings.plan_choice import PlannedLayout
 
@@ -79,6 +81,8 @@ def run_train(
     folder, result = _claim_folder(config, config_yaml, run_dir, config.launch.nproc)
     with _written_down(folder, result, say):
         task = _make_task(config, folder, result, config.launch.nproc, say)
+        if not fresh_processes:  # A sweep's jobs would repeat 26 lines; plan.json has them.
+            _announce_plan(task, say)
         if config.launch.nproc == 1 and not fresh_processes:
             set_threads(config.launch)
             train_rank(single_process(), task, say)
@@ -105,11 +109,19 @@ def _train_joined(
         raise
     with _written_down(folder, result, print):
         try:
-            task = _make_task(config, folder, result, context.world_size, print)
+            task = _make_task(
+                config,
+                folder,
+                result,
+                context.world_size,
+                print,
+                ranks_per_host=int(os.environ["LOCAL_WORLD_SIZE"]),
+            )
         except Exception as error:
             comm.all_gather_object(error)
             raise
         comm.all_gather_object(task)
+        _announce_plan(task, print)
         train_rank(context, task)
     return result
 
@@ -156,6 +168,8 @@ def _make_task(
     result: dict[str, Any],
     world_size: int,
     say: Callable[[str], None],
+    *,
+    ranks_per_host: int | None = None,
 ) -> TrainTask:
     with PrepareDisplay() as display:
         dataset = open_dataset(config.data, Path.cwd(), display)
@@ -169,9 +183,10 @@ def _make_task(
         **recorded,
     }
     _announce_data(config, dataset, say)
-    layout = make_plan(config, dataset, world_size)
+    layout = make_plan(config, dataset, world_size, ranks_per_host=ranks_per_host)
     folder.write_text("plan.json", layout.plan.to_json())
     result["plan_digest"] = layout.plan.digest()
+    result["plan_reasons"] = layout.reasons
     folder.write_json("result.json", result)
     return TrainTask(config, folder.path, result, layout)
 
@@ -197,7 +212,7 @@ def train_rank(context: WorkerContext, task: TrainTask, say: Callable[[str], Non
         plan=task.layout.plan,
         beat=context.heartbeat.beat,
     )
-    _announce_model(config, trainer, task.layout, trainer.say)
+    _announce_model(config, trainer, trainer.say)
     try:
         try:
             trainer.fit()
@@ -236,9 +251,13 @@ def _announce_data(config: TrainRun, dataset: PreparedDataset, say: Callable[[st
     say(f"data    {config.data.name}: {sizes} rows; {dataset.root}")
 
 
-def _announce_model(
-    config: TrainRun, trainer: Trainer, layout: PlannedLayout, say: Callable[[str], None]
-) -> None:
+def _announce_plan(task: TrainTask, say: Callable[[str], None]) -> None:
+    if task.layout.plan.world_size > 1:
+        for line in task.layout.plan.describe():
+            say(f"plan    {line}")
+
+
+def _announce_model(config: TrainRun, trainer: Trainer, say: Callable[[str], None]) -> None:
     """Called by all ranks; the first one prints."""
     num_dense = sum(p.numel() for p in trainer.model.parameters())
     embeddings, num_ranks = trainer.embeddings, trainer.comm.world_size
@@ -251,8 +270,6 @@ def _announce_model(
         f"tables, {rows:,} rows, {table_mib:,.0f} MiB + {state_mib:,.0f} MiB of optimizer state"
     )
     if num_ranks > 1:
-        for line in layout.plan.describe():
-            say(f"plan    {line}")
         held = ", ".join(f"{(table + state) / 2**20:,.0f}" for table, state in sizes)
         say(f"memory  {held} MiB of rows and state on ranks 0 to {num_ranks - 1}")
     say(f"tables  {embeddings.backend_message}")

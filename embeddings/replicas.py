@@ -4,11 +4,12 @@ Two ways, chosen for each table and batch from figures that all ranks have, and 
 order of the sum:
 
     gather   every rank sends the gradient of each row it touched to every other: in all ranks
-             together (W-1) · Σ_r K_r · (D · value bytes + id bytes)
+             together (W-1) · Σ_r K_r · (D · wire bytes + id bytes)
     dense    the whole gradient matrix, with a column that counts the ranks that touched a row, is
-             all-reduced: 2 · (W-1) · R · (D+1) · value bytes
+             all-reduced in the tables' own type: 2 · (W-1) · R · (D+1) · bytes of a value
 
-so dense is cheaper where Σ_r K_r · (D · value + id) > 2 · R · (D+1) · value.
+so dense is cheaper where Σ_r K_r · (D · wire + id) > 2 · R · (D+1) · value. Of two ranks in fp32 it
+never is: each may touch every row.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch import Tensor
 
 from embeddings.bag_sum import bag_sum
 from embeddings.communicator import Communicator, Pending
+from embeddings.kv_gradients import KVGradients
 from embeddings.router import GroupPlan, sort_keys
 from embeddings.table_group import TableGroup
 
@@ -52,11 +54,17 @@ class Replicas:
     Args:
         groups: per index of a group the group; those that aren't everywhere are None.
         comm: the ranks.
-        value_bytes: bytes of a value on the wire.
+        wire_bytes: bytes of a gathered value on the wire.
+        dense_bytes: bytes of a value in a matrix, which is summed in the tables' own type.
     """
 
     def __init__(
-        self, groups: Sequence[TableGroup | None], comm: Communicator, value_bytes: int
+        self,
+        groups: Sequence[TableGroup | None],
+        comm: Communicator,
+        *,
+        wire_bytes: int,
+        dense_bytes: int,
     ) -> None:
         self._comm = comm
         self._tables = [
@@ -69,7 +77,7 @@ class Replicas:
         self.wire_ids: tuple[npt.DTypeLike, ...] = tuple(
             np.int32 if piece.num_rows <= 2**31 else np.int64 for _, piece, _ in self._tables
         )
-        self._value_bytes = value_bytes
+        self._wire_bytes, self._dense_bytes = wire_bytes, dense_bytes
 
     def touched(self, local: Sequence[GroupPlan]) -> list[Int64Array]:
         """Per table the distinct rows of this rank's batch, ascending.
@@ -91,8 +99,8 @@ class Replicas:
         dense = []
         for table, (_, piece, _) in enumerate(self._tables):
             id_bytes = np.dtype(self.wire_ids[table]).itemsize
-            gathered = int(num_rows[:, table].sum()) * (piece.dim * self._value_bytes + id_bytes)
-            dense.append(gathered > 2 * piece.num_rows * (piece.dim + 1) * self._value_bytes)
+            gathered = int(num_rows[:, table].sum()) * (piece.dim * self._wire_bytes + id_bytes)
+            dense.append(gathered > 2 * piece.num_rows * (piece.dim + 1) * self._dense_bytes)
         return ReplicaCounts(num_rows.copy(), tuple(dense))
 
     def num_id_bytes(self, rank: int, counts: ReplicaCounts) -> int:
@@ -122,16 +130,14 @@ class Replicas:
             for table in range(self.num_tables)
         ]
 
-    def split(
-        self, gradients: Sequence[tuple[int, Tensor, Tensor]], counts: ReplicaCounts
-    ) -> list[Tensor | None]:
+    def split(self, gradients: Sequence[KVGradients], counts: ReplicaCounts) -> list[Tensor | None]:
         """Per table this rank's gradients of its touched rows, `(K, D)`; None for a dense one."""
         return [
             None if counts.is_dense[table] else self._of_table(table, gradients)
             for table in range(self.num_tables)
         ]
 
-    def _of_table(self, table: int, gradients: Sequence[tuple[int, Tensor, Tensor]]) -> Tensor:
+    def _of_table(self, table: int, gradients: Sequence[KVGradients]) -> Tensor:
         index, piece, key = self._tables[table]
         _, keys_K, grads_KD = next(entry for entry in gradients if entry[0] == index)
         low, high = np.searchsorted(keys_K.numpy(), [key, key + piece.num_rows])
@@ -139,9 +145,8 @@ class Replicas:
 
     def begin_dense(
         self,
-        gradients: Sequence[tuple[int, Tensor, Tensor]],
+        gradients: Sequence[KVGradients],
         counts: ReplicaCounts,
-        comm: Communicator,
     ) -> Pending | None:
         """Issues one all-reduce of all gradients that go as matrices; None where none does."""
         chosen = [table for table in range(self.num_tables) if counts.is_dense[table]]
@@ -152,11 +157,11 @@ class Replicas:
             _, piece, _ = self._tables[table]
             grads_KD = self._of_table(table, gradients)
             matrix = grads_KD.new_zeros(piece.num_rows, piece.dim + 1)
-            rows_K = torch.from_numpy(counts.rows[comm.rank][table])
+            rows_K = torch.from_numpy(counts.rows[self._comm.rank][table])
             matrix[rows_K, : piece.dim] = grads_KD
             matrix[rows_K, piece.dim] = 1
             matrices.append(matrix.reshape(-1))
-        return comm.all_reduce("dense", torch.cat(matrices))
+        return self._comm.all_reduce("dense", torch.cat(matrices))
 
     def sum_ranks(
         self,
@@ -164,7 +169,7 @@ class Replicas:
         own: Sequence[Tensor | None],
         received: Sequence[Tensor],
         dense: Pending | None,
-    ) -> list[tuple[int, Tensor, Tensor]]:
+    ) -> list[KVGradients]:
         """Per table the touched rows as keys of its group, and the sums over all ranks.
 
         The sums of gathered gradients are made in the order of the ranks, on every rank alike: the
@@ -177,7 +182,7 @@ class Replicas:
             dense: result of `begin_dense`.
         """
         positions = [0] * self._comm.world_size
-        sums: list[tuple[int, Tensor, Tensor]] = []
+        sums: list[KVGradients] = []
         matrices = None if dense is None else dense.wait()
         matrix_start = 0
         for table, (index, piece, key) in enumerate(self._tables):
@@ -187,7 +192,8 @@ class Replicas:
                 matrix = matrices[matrix_start : matrix_start + size].view(piece.num_rows, -1)
                 matrix_start += size
                 rows_K = torch.nonzero(matrix[:, piece.dim])[:, 0]
-                sums.append((index, rows_K + key, matrix[rows_K, : piece.dim].contiguous()))
+                grads_KD = matrix[rows_K, : piece.dim].contiguous()
+                sums.append(KVGradients(index, rows_K + key, grads_KD))
                 continue
             parts: list[Tensor] = []
             for rank in range(self._comm.world_size):
@@ -203,5 +209,5 @@ class Replicas:
             rows_L = torch.from_numpy(np.concatenate([rows[table] for rows in counts.rows]))
             ordered = sort_keys(rows_L)
             grads_KD = bag_sum(torch.cat(parts), ordered.order_L, ordered.starts, None)
-            sums.append((index, ordered.keys_K + key, grads_KD))
+            sums.append(KVGradients(index, ordered.keys_K + key, grads_KD))
         return sums

@@ -40,6 +40,7 @@ class BatchPlan:
         exchange: what travels between ranks; None in one process.
         total_weight: sum of the example weights of the *global* batch.
         global_batch_size: its samples.
+        training: whether it may be used for `backward`.
     """
 
     batch_size: int
@@ -47,6 +48,7 @@ class BatchPlan:
     exchange: ExchangePlan | None
     total_weight: float
     global_batch_size: int
+    training: bool
 
 
 class ShardedEmbeddings:
@@ -143,7 +145,7 @@ class ShardedEmbeddings:
             world_size=self.comm.world_size,
         )
         self.backend, self.backend_message = _choose_backend(backend, illegal)
-        self.store = RowStore(tables, groups, optimizer, seed=seed)
+        self.store = RowStore(tables, groups, optimizer, seed=seed, dtype=dtype)
         self.tables = tuple(tables)
         self.dtype = dtype
         self._local = [group for group in groups if group.everywhere]
@@ -152,8 +154,12 @@ class ShardedEmbeddings:
         self._everywhere = {piece.table for group in self._local for piece in group.pieces}
         self._exchange: Exchange | None = None
         if self.comm.world_size > 1:
-            value_bytes = 2 if wire in ("bf16", "fp16") else dtype.itemsize
-            replicas = Replicas(self._local, self.comm, value_bytes)
+            replicas = Replicas(
+                self._local,
+                self.comm,
+                wire_bytes=2 if wire in ("bf16", "fp16") else dtype.itemsize,
+                dense_bytes=dtype.itemsize,
+            )
             self._exchange = Exchange(
                 self._spaces, replicas, self._router, features, self.comm, dtype=dtype, wire=wire
             )
@@ -201,7 +207,7 @@ class ShardedEmbeddings:
 
         Args:
             ids: `F` features, `B` samples of this rank, on the CPU.
-            training: prepare for `backward` too; without, it would be prepared there when needed.
+            training: whether `backward` is to follow.
             weight_sum: sum of this rank's example weights in the optimizer step, of which the plan
                 holds the total; None: its number of samples.
 
@@ -234,7 +240,9 @@ class ShardedEmbeddings:
                     _ = group.unique
         pending = None
         if self._exchange is not None:
-            pending = self._exchange.begin_plan(ids, groups, weight, bad_id)
+            # Which rows of replicas are touched matters to their gradients only.
+            local = groups if training else ()
+            pending = self._exchange.begin_plan(ids, local, weight, bad_id)
         return PendingBatchPlan(ids.batch_size, groups, weight, pending, training)
 
     # ---------------------------------------------------------------------------------- lookup
@@ -330,6 +338,7 @@ class ShardedEmbeddings:
         expected = (plan.batch_size, self.feature_offsets[-1])
         assert grad_BS.shape == expected, f"gradient {tuple(grad_BS.shape)}, pooled {expected}"
         assert grad_BS.dtype == self.dtype, f"gradient {grad_BS.dtype}, tables {self.dtype}"
+        assert plan.training, "this batch was planned without training"
         gradients: list[KVGradients] = []
         for index, columns in enumerate(self._local_columns):
             group_grad_BS = self._take_columns(columns, grad_BS) if columns else grad_BS[:, :0]
@@ -431,7 +440,12 @@ class PendingBatchPlan:
         """Waits for the ids; the plan is complete."""
         if self._pending is None:
             return BatchPlan(
-                self._batch_size, self._groups, None, self._weight_sum, self._batch_size
+                self._batch_size,
+                self._groups,
+                None,
+                self._weight_sum,
+                self._batch_size,
+                self._training,
             )
         exchange = self._pending.finish()
         if self._training:
@@ -444,6 +458,7 @@ class PendingBatchPlan:
             exchange,
             exchange.total_weight,
             sum(exchange.batch_sizes),
+            self._training,
         )
 
 

@@ -37,6 +37,7 @@ class RowStore:
             (and takes physical memory only once touched).
         optimizer: rule and constants of the update.
         seed: the run's seed.
+        dtype: type of weights and state; None: that of the groups, of which there must be one.
     """
 
     def __init__(
@@ -46,10 +47,12 @@ class RowStore:
         optimizer: RowOptimizerConfig,
         *,
         seed: int,
+        dtype: torch.dtype | None = None,
     ) -> None:
         self.num_steps = 0
         self._optimizer = optimizer
         self._groups = tuple(groups)
+        self._dtype = dtype or self._groups[0].dtype
         self._places: dict[str, list[_Place]] = {}
         self._weights: list[Tensor] = []
         self._state: list[dict[str, Tensor]] = []
@@ -169,7 +172,8 @@ class RowStore:
             grads_KD: one gradient per key, duplicates summed.
             lr: learning rate.
             row_state_K1: the new value of a state that belongs to whole rows, where the caller has
-                made it up from all columns; None: it follows from `grads_KD`.
+                made it up from all columns; kept where the piece has the first column. `keys_K` are
+                sorted then. None: it follows from `grads_KD`.
         """
         if not keys_K.numel():
             return
@@ -187,7 +191,22 @@ class RowStore:
         )
         weights.index_copy_(0, keys_K, rows_KD)
         for name, state in states.items():
-            state.index_copy_(0, keys_K, touched[name])
+            if row_state_K1 is None:
+                state.index_copy_(0, keys_K, touched[name])
+                continue
+            for low, high in self._with_first_column(group, keys_K):
+                state.index_copy_(0, keys_K[low:high], touched[name][low:high])
+
+    def _with_first_column(self, group: int, keys_K: Tensor) -> list[tuple[int, int]]:
+        """Positions of the sorted keys that lie in pieces with the first column, half-open."""
+        table_group = self._groups[group]
+        borders = [
+            (key, key + piece.num_rows)
+            for piece, key in zip(table_group.pieces, table_group.first_keys, strict=True)
+            if piece.has_first_column
+        ]
+        found = torch.searchsorted(keys_K, torch.tensor(borders, dtype=torch.int64).reshape(-1))
+        return [(int(low), int(high)) for low, high in found.reshape(-1, 2)]
 
     def read(self, table: str, row_start: int, row_stop: int) -> dict[str, Tensor]:
         """Copy whole rows and their state.
@@ -207,7 +226,7 @@ class RowStore:
         parts = self.read_parts(table, row_start, row_stop)
         self._check_whole(table, row_start, row_stop, [part.piece for part in parts])
         return assemble_rows(
-            self._dims[table], self.state_widths(table), row_start, row_stop, parts
+            self._dims[table], self.state_widths(table), row_start, row_stop, parts, self._dtype
         )
 
     def write(self, table: str, row_start: int, values: Mapping[str, Tensor]) -> None:
@@ -235,10 +254,9 @@ class RowStore:
                     f"table {table!r}: {name!r} of shape {tuple(value.shape)} doesn't fit "
                     f"({max(num_rows)}, {widths[name]})"
                 )
-            dtype = self._groups[0].dtype if self._groups else value.dtype
-            if value.dtype != dtype:
+            if value.dtype != self._dtype:
                 raise ValueError(
-                    f"table {table!r}: {name!r} is {value.dtype}, the table {dtype} "
+                    f"table {table!r}: {name!r} is {value.dtype}, the table {self._dtype} "
                     f"(train.precision)"
                 )
         row_stop = row_start + max(num_rows, default=0)
@@ -327,6 +345,7 @@ def assemble_rows(
     row_start: int,
     row_stop: int,
     parts: Sequence[RowsPart],
+    dtype: torch.dtype,
 ) -> dict[str, Tensor]:
     """Whole rows from parts that cover them; a copy.
 
@@ -335,9 +354,9 @@ def assemble_rows(
         state_widths: numbers of state per row, by name.
         row_start: first row.
         row_stop: one past the last.
-        parts: of any ranks; at least one, unless there are no rows.
+        parts: of any ranks.
+        dtype: type of weights and state.
     """
-    dtype = parts[0].values[WEIGHT].dtype if parts else torch.float32
     whole = {
         name: torch.empty(row_stop - row_start, width, dtype=dtype)
         for name, width in {WEIGHT: dim, **state_widths}.items()

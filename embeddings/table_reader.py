@@ -32,7 +32,7 @@ class TableReader:
         comm: Communicator,
     ) -> None:
         self._store, self._comm = store, comm
-        self._dims = {table.name: table.dim for table in tables}
+        self._tables = {table.name: table for table in tables}
         self._pieces: dict[str, list[tuple[int, Piece]]] = {table.name: [] for table in tables}
         self._everywhere: set[str] = set()
         for rank, groups in enumerate(groups_of_rank):
@@ -46,8 +46,18 @@ class TableReader:
         )
 
     def read(self, table: str, row_start: int, row_stop: int) -> dict[str, Tensor] | None:
-        """See `ShardedEmbeddings.read`."""
+        """See `ShardedEmbeddings.read`.
+
+        Raises:
+            ValueError: on all ranks alike, for an unknown table or rows that it doesn't have.
+        """
         rank = self._comm.rank
+        self._store.state_widths(table)
+        num_rows = self._tables[table].rows
+        if not 0 <= row_start <= row_stop <= num_rows:
+            raise ValueError(
+                f"table {table!r}: rows {row_start}:{row_stop} are not within its {num_rows} rows"
+            )
         if table in self._everywhere:
             return self._store.read(table, row_start, row_stop) if rank == 0 else None
         parts = self._store.read_parts(table, row_start, row_stop)
@@ -82,7 +92,8 @@ class TableReader:
                 position += size
             whole.append(RowsPart(piece, first, stop, values))
         widths = self._store.state_widths(table)
-        return assemble_rows(self._dims[table], widths, row_start, row_stop, whole)
+        dim = self._tables[table].dim
+        return assemble_rows(dim, widths, row_start, row_stop, whole, self._dtype)
 
     def _widths(self, piece: Piece) -> dict[str, int]:
         """Numbers that the piece holds of a row, by name, in the order in which they travel."""

@@ -24,6 +24,7 @@ from data.prepare import RawInputs, prepare
 from data.schema import DenseColumn, RawFormat, Schema, SparseColumn, Split
 from dlrm.__main__ import run
 from dlrm.config import TrainRun, register, to_config
+from dlrm.hydra_jobs import register_sweeper
 from dlrm.run_folder import RunFolder
 from dlrm.trainer import Trainer
 
@@ -267,5 +268,6 @@ def dense_values(trainer: Trainer) -> dict[str, torch.Tensor]:
 def compose_config(verb: str, *overrides: str) -> Any:
     """The dataclass that the command would get."""
     register()
+    register_sweeper()
     with initialize_config_module("conf", version_base="1.3"):
         return to_config(compose(verb, overrides=list(overrides)))

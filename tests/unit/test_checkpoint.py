@@ -87,7 +87,7 @@ def test_what_is_loaded_equals_what_was_saved(
     trainer = trained(visits, tmp_path / "run", sparse)
     other = build_trainer(visits, tmp_path / "other", {"seed": 9}).trainer
     assert dense_values(other)["head.weight"].ne(dense_values(trainer)["head.weight"]).all()
-    load_model(Checkpoints(tmp_path / "run").find("latest"), other.model, other.embeddings.store)
+    load_model(Checkpoints(tmp_path / "run").find("latest"), other.model, other.embeddings)
     for name, values in dense_values(trainer).items():
         assert torch.equal(dense_values(other)[name], values), name
     rows = table_values(other)
@@ -140,7 +140,7 @@ def test_tables_of_several_blocks_are_written_whole(tmp_path: Path) -> None:
     model = torch.nn.Linear(2, 1)
     tmp_path.joinpath("run").mkdir()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    Checkpoints(tmp_path / "run").save(1, model, embeddings.store, optimizer, is_best=False)
+    Checkpoints(tmp_path / "run").save(1, model, embeddings, optimizer, is_best=False)
     stored = np.load(latest(tmp_path / "run") / "tables" / "t.weight.npy")
     np.testing.assert_array_equal(stored, embeddings.store.read("t", 0, rows)["weight"].numpy())
 
@@ -152,7 +152,7 @@ def test_only_latest_and_best_are_kept(visits: PreparedDataset, tmp_path: Path) 
         checkpoints.save(
             step,
             trainer.model,
-            trainer.embeddings.store,
+            trainer.embeddings,
             trainer.dense_optimizer,
             is_best=is_best,
         )
@@ -182,19 +182,19 @@ def test_the_digest_is_of_rows_states_and_dense_weights(
     """Each of them, changed in one place, changes it; so does nothing else."""
     trainer = trained(visits, tmp_path / "run")
     model, store = trainer.model, trainer.embeddings.store
-    digest = model_digest(model, store)
-    assert model_digest(model, store) == digest
+    digest = model_digest(model, trainer.embeddings)
+    assert model_digest(model, trainer.embeddings) == digest
     for name in ("weight", "exp_avg"):
         values = store.read("words", 30, 31)[name]
         store.write("words", 30, {name: values + 1})
-        assert model_digest(model, store) != digest, name
+        assert model_digest(model, trainer.embeddings) != digest, name
         store.write("words", 30, {name: values})
     with torch.no_grad():
         bias = model.head.bias.clone()
         model.head.bias += 1
-        assert model_digest(model, store) != digest
+        assert model_digest(model, trainer.embeddings) != digest
         model.head.bias.copy_(bias)
-    assert model_digest(model, store) == digest
+    assert model_digest(model, trainer.embeddings) == digest
 
 
 # --------------------------------------------------------------------------------------- damage
@@ -251,7 +251,7 @@ def test_tables_of_another_dataset_are_refused(visits: PreparedDataset, tmp_path
     wider = build_trainer(visits, tmp_path / "wider", {"model": {"embedding_dim": 8}}).trainer
     before = table_values(wider)
     with pytest.raises(UserError, match=r"many: stored .*'dim': 4.*, wanted .*'dim': 8"):
-        load_model(info, wider.model, wider.embeddings.store)
+        load_model(info, wider.model, wider.embeddings)
     for name, values in table_values(wider).items():
         assert torch.equal(values, before[name]), "a partial load"
 
@@ -344,12 +344,12 @@ def test_a_kill_while_saving_leaves_a_whole_model(
     whole = build_trainer(visits, tmp_path / "whole", overrides).trainer
     whole.fit()
     loaded = build_trainer(visits, tmp_path / "loaded", {"seed": 5}).trainer
-    load_model(info, loaded.model, loaded.embeddings.store)
+    load_model(info, loaded.model, loaded.embeddings)
     for name, values in dense_values(whole).items():
         assert torch.equal(dense_values(loaded)[name], values), name
     # What the kill left behind is gone after the next save.
     Checkpoints(run_dir).save(
-        7, loaded.model, loaded.embeddings.store, loaded.dense_optimizer, is_best=True
+        7, loaded.model, loaded.embeddings, loaded.dense_optimizer, is_best=True
     )
     left = sorted(path.name for path in (run_dir / "checkpoints").iterdir())
     assert left == ["best", "latest", "step-000007"]

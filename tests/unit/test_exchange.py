@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from typing import Any
 
@@ -245,10 +245,9 @@ def one_step(
     plan: Plan,
     parts: Sequence[JaggedIds],
     wire: Any = "fp32",
-    dtype: torch.dtype = torch.float32,
 ) -> dict[str, int]:
-    """Bytes sent in a step in which rank r has `parts[r]`."""
-    embeddings = build(comm, model, plan, dtype, wire)
+    """Bytes sent in an fp32 step in which rank r has `parts[r]`."""
+    embeddings = build(comm, model, plan, torch.float32, wire)
     batch = embeddings.plan_batch(parts[comm.rank])
     pooled_BS = embeddings.lookup(batch)
     gradients = embeddings.backward(batch, gradient_of(pooled_BS, batch.global_batch_size), 0.1)
@@ -352,7 +351,7 @@ def test_bytes_of_a_step_worked_out_by_hand() -> None:
     # Rank 1 asks nothing of rank 0: its 9 is its own.
     for exchange, id_bytes, value_bytes in (("kv", 2 * 4, 2 * 16), ("pooled", (3 + 1) * 4, 16)):
         plan = Plan(2, tuple(shards), {"t": exchange})  # type: ignore[dict-item]
-        sent = run_ranks(2, lambda comm, plan=plan: one_step(comm, model, plan, parts))
+        sent = run_ranks(2, partial(one_step, model=model, plan=plan, parts=parts))
         assert [part["ids"] for part in sent] == [id_bytes, 0], exchange
         assert [part["rows"] for part in sent] == [0, value_bytes], exchange
         assert [part["grads"] for part in sent] == [value_bytes, 0], exchange
@@ -365,7 +364,7 @@ def replicas_of(comm: ThreadRank, tables: Sequence[TableConfig], value_bytes: in
     shards = [shard for t in tables for shard in replicated(t, 0, comm.world_size)]
     plan = Plan(comm.world_size, tuple(shards), {t.name: "kv" for t in tables})
     groups = local_groups(plan, rank=comm.rank, dtype=torch.float32, optimizer="sgd")
-    return Replicas(groups, comm, value_bytes)
+    return Replicas(groups, comm, wire_bytes=value_bytes, dense_bytes=4)
 
 
 def test_replicas_go_dense_from_the_point_where_that_sends_less() -> None:
@@ -396,7 +395,7 @@ def test_the_way_that_replicas_take_is_the_one_that_sends_less(
 ) -> None:
     """By the counters, for batches from few to many touched rows."""
     model = Model(RowOptimizerConfig("sgd"), (TableConfig("t", 30, 6),), (FeatureConfig("f", "t"),))
-    plan = plan_of("replicated", 3, "kv", model.tables)
+    plan = plan_of("replicated", 5, "kv", model.tables)
     taken = set()
     for num_ids in range(2, 31, 2):
         part = JaggedIds(torch.arange(num_ids), torch.arange(num_ids + 1), 1)
@@ -404,7 +403,8 @@ def test_the_way_that_replicas_take_is_the_one_that_sends_less(
         for is_dense in (True, False, None):
             with monkeypatch.context() as patch:
                 force(patch, is_dense)
-                sent = run_ranks(3, lambda comm, p=part: one_step(comm, model, plan, [p] * 3, wire))
+                step = partial(one_step, model=model, plan=plan, parts=[part] * 5, wire=wire)
+                sent = run_ranks(5, step)
             kinds = ("ids", "rows", "grads", "dense")
             totals[is_dense] = sum(rank[kind] for rank in sent for kind in kinds)
             if is_dense is None:
@@ -624,10 +624,7 @@ def test_plans_may_be_made_any_number_of_steps_ahead() -> None:
     def run(comm: ThreadRank) -> Any:
         embeddings = build(comm, model_with("adagrad"), plan)
         planned = [
-            embeddings.plan_batch(
-                part_of(ids, *bounds_of_rank(ids.batch_size, step, comm.rank, 3)),
-                training=step % 2 == 0,
-            )
+            embeddings.plan_batch(part_of(ids, *bounds_of_rank(ids.batch_size, step, comm.rank, 3)))
             for step, ids in enumerate(batches)
         ]
         for step, batch in enumerate(planned):

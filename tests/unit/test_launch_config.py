@@ -12,13 +12,12 @@ import torch
 from data.errors import UserError
 from dlrm.config import LaunchConfig
 from dlrm.launch import (
-    check_torchrun_arguments,
     join,
     launch,
     single_process,
     threads_per_worker,
-    under_torchrun,
 )
+from dlrm.torchrun import check_torchrun_arguments, under_torchrun
 from tests.commands import compose_config
 
 TORCHRUN = {

@@ -13,7 +13,8 @@ from omegaconf import OmegaConf
 from data.errors import UserError
 from data.parquet import PreparedDataset
 from dlrm.config import TrainRun, to_config
-from dlrm.sharding import ShardingConfig, TableShardingConfig, load_table_stats, make_plan
+from dlrm.planning import load_table_stats, make_plan
+from dlrm.sharding import ShardingConfig, TableShardingConfig
 from embeddings.plan import Plan, single_process_plan
 from embeddings.plan_choice import LAYOUTS
 from embeddings.table import TableConfig
