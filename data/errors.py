@@ -15,6 +15,11 @@ class RawDataError(UserError):
         super().__init__(f"{where}: {message}")
         self.file = file
         self.line = line
+        self._message = message
+
+    def __reduce__(self) -> tuple[type[RawDataError], tuple[str, int | None, str]]:
+        """Pickles: one rank tells it to the others."""
+        return type(self), (self.file, self.line, self._message)
 
 
 class SchemaMismatch(UserError):

@@ -21,6 +21,7 @@ VERBS = {
     "evaluate": "metrics of a trained model on a prepared part or on raw files",
     "predict": "probabilities of a trained model for raw files, labelled or not, as parquet",
     "check": "whether a sharded configuration trains the same model as one plain process",
+    "bench": "this system and its peers measured side by side",
 }
 
 _EXAMPLES = {
@@ -45,6 +46,11 @@ dlrm predict run=outputs/adult data.raw=new.csv out=predictions.parquet""",
 dlrm check launch.nproc=2 sharding=row_wise               # any keys of `dlrm train`
 dlrm check experiment=adult launch.nproc=3 check.steps=20
 dlrm check launch.nproc=2 check.mutate=mean_of_means      # a planted fault: must exit with 1""",
+    "bench": """\
+dlrm bench train                                          # one process, full Kaggle-shaped tables
+dlrm bench train launch.nproc=2 data.batch_size=8192
+dlrm bench train bench.precisions=[fp32,bf16] bench.repeats=5
+dlrm bench train bench.sides=[dlrm,gemm_floor]            # without what isn't installed""",
 }
 
 # Keys of Hydra's own that hold text.
@@ -84,11 +90,18 @@ def run(arguments: list[str]) -> int:
         verb: str = parser.parse_args(arguments[:1]).verb
     except SystemExit as stop:
         return int(stop.code or 0)
-    rest = arguments[1:]
+    rest = _with_kind(verb, arguments[1:])
     if "--help" in rest or "-h" in rest:
         _print_help(verb)
         return 0
     return _run_verb(verb, rest)
+
+
+def _with_kind(verb: str, arguments: list[str]) -> list[str]:
+    """`bench train …` as `bench kind=train …`."""
+    if verb != "bench" or not arguments or "=" in arguments[0] or arguments[0].startswith("-"):
+        return arguments
+    return [f"kind={arguments[0]}", *arguments[1:]]
 
 
 def _print_help(verb: str) -> None:
@@ -189,6 +202,10 @@ def _dispatch(verb: str, config: Any, text: str, run_dir: Path, is_sweep: bool) 
         from dlrm.check import run_check
 
         return run_check(config, text, run_dir, fresh_processes=is_sweep)
+    if verb == "bench":
+        from dlrm.bench.run import run_bench
+
+        return run_bench(config, text, run_dir)
     from dlrm.score import run_evaluate, run_predict
 
     return (run_evaluate if verb == "evaluate" else run_predict)(config, run_dir)

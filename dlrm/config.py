@@ -227,6 +227,59 @@ class CheckRun(TrainRun):
 
 
 @dataclass
+class BenchConfig:
+    """How `dlrm bench` measures (`bench.…`)."""
+
+    sides: list[str] | None = None
+    """`train`: what is compared, in the order of a turn; null: this system and all its peers."""
+    precisions: list[str] | None = None
+    """`train`: every side is measured in each, `[fp32,bf16]`; null: `train.precision`."""
+    steps: int = 40
+    """Steps that are measured, in every turn."""
+    warmup_steps: int = 10
+    """Steps before them that aren't."""
+    repeats: int = 3
+    """Turns."""
+    bag_size: int = 1
+    """Ids per bag; above 1, bags are joined from one-hot data."""
+    eval_samples: int = 65_536
+    """Samples of the valid part that every side is evaluated on after its steps, about."""
+    logloss_tolerance: float = 0.001
+    """How far the sides' log losses may lie apart."""
+    network: str = "loopback"
+    """What joins the processes."""
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "repeats", "bag_size", "eval_samples"):
+            if getattr(self, name) < 1:
+                raise UserError(f"bench.{name}={getattr(self, name)}: must be at least 1")
+        if self.warmup_steps < 0:
+            raise UserError(f"bench.warmup_steps={self.warmup_steps}: must be at least 0")
+        if not 0 < self.logloss_tolerance < math.inf:
+            raise UserError(f"bench.logloss_tolerance={self.logloss_tolerance}: must be above 0")
+        for precision in self.precisions or []:
+            if precision not in ("fp32", "bf16"):
+                raise UserError(f"bench.precisions: {precision}: must be fp32 or bf16")
+
+
+BENCH_KINDS = ("train",)
+
+
+@dataclass
+class BenchRun(TrainRun):
+    """`dlrm bench`: the configuration of a training run, and how it is measured."""
+
+    kind: str = "train"
+    """What is measured; `dlrm bench train` is the same as `dlrm bench kind=train`."""
+    bench: BenchConfig = field(default_factory=BenchConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.kind not in BENCH_KINDS:
+            raise UserError(f"kind={self.kind}: must be one of {', '.join(BENCH_KINDS)}")
+
+
+@dataclass
 class PrepareRun:
     """`dlrm prepare`."""
 
@@ -284,6 +337,7 @@ RUN_CONFIGS: dict[str, type] = {
     "evaluate": ScoreRun,
     "predict": ScoreRun,
     "check": CheckRun,
+    "bench": BenchRun,
 }
 
 

@@ -9,7 +9,10 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +27,7 @@ NO_STEP = -1
 # two counts differ was taken while the rank was writing.
 _RECORD = struct.Struct("<Qqqd32s64sQ")
 _NUM_TRIES = 100
+_KEEP_BEATING_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,25 @@ class Beat:
         step = f"step {self.step:,}" if self.step != NO_STEP else "before the first step"
         waiting = f", waiting in {self.waits_for}" if self.waits_for else ""
         return f"{step}, phase {self.phase or 'unknown'}{waiting}"
+
+
+@contextmanager
+def keep_beating(heartbeat: Heartbeat | NoHeartbeat, phase: str) -> Iterator[None]:
+    """Beats from a thread, for work that may rightly take long and can't beat itself."""
+    done = threading.Event()
+
+    def beat() -> None:
+        while not done.wait(_KEEP_BEATING_S):
+            heartbeat.beat(NO_STEP, phase)
+
+    heartbeat.beat(NO_STEP, phase)
+    thread = threading.Thread(target=beat, name="keep-beating", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
 
 
 class Heartbeat:

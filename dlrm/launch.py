@@ -40,11 +40,11 @@ _MONITOR_S = 0.1
 # torchrun ends all ranks when the first ends: the one to blame is to have told why by then.
 _LET_SPEAK_S = 2.0
 # What the environment of workers holds unless the user has set it. OpenMP's barriers spin and
-# steal the cores from the other workers; glibc keeps freed blocks, so memory figures would lie;
-# gloo would ask DNS for an interface; C++ warnings of a lost peer say less than the launcher does.
+# steal the cores from the other workers; gloo would ask DNS for an interface; C++ warnings of a
+# lost peer say less than the launcher does. (MALLOC_MMAP_THRESHOLD_, for truer memory figures, made
+# steps half as slow again: docs/benchmarks.md, "Log of what was tried".)
 _DEFAULTS = {
     "OMP_WAIT_POLICY": "PASSIVE",
-    "MALLOC_MMAP_THRESHOLD_": "131072",
     "GLOO_SOCKET_IFNAME": "lo",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
@@ -262,7 +262,7 @@ def _to_error(verdict: Verdict, world_size: int, folder: Path) -> Exception:
         return OSError(*told.os_error)
     text = describe(verdict.beat, world_size, verdict.reason)
     if told is not None and told.rank == rank:
-        return WorkersFailed(f"{text}: {told.message}\n{told.traceback.rstrip()}")
+        return WorkersFailed(f"{text}: {told.message}\n{told.traceback}".rstrip())
     if told is not None:
         text += f"\nrank {told.rank} told: {told.message}"
     stack = _read_stack(folder, rank)

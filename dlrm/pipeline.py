@@ -77,6 +77,7 @@ class Pipeline:
     def begin_next(self) -> None:
         """Begins to plan the batch after the one that was taken."""
         if self._overlap:
+            assert self._next is None, "take the batch that was begun first"
             self._begin()
 
     def send_next_ids(self) -> None:

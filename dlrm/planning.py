@@ -27,6 +27,7 @@ def make_plan(
     world_size: int,
     *,
     ranks_per_host: int | None = None,
+    stats: Mapping[str, TableStats] | None = None,
 ) -> PlannedLayout:
     """The plan of a run, and per table why.
 
@@ -37,6 +38,7 @@ def make_plan(
         dataset: its data, for the tables and their id counts.
         world_size: number of ranks, `W`.
         ranks_per_host: what holds where `launch.ranks_per_host` is null; None: one host has all.
+        stats: how often the tables are looked up; None: as the dataset's id counts say.
 
     Raises:
         UserError: naming the key, for overrides that don't fit the tables or the ranks, and for a
@@ -49,12 +51,14 @@ def make_plan(
         assert sharding.plan is not None
         plan = _read_plan(Path(sharding.plan), tables, world_size)
         return PlannedLayout(plan, {table.name: f"from {sharding.plan}" for table in tables})
+    if stats is None:
+        # One rank gets everything: nothing depends on the counts.
+        stats = load_table_stats(dataset) if world_size > 1 else {}
     try:
         return build_plan(
             tables,
             features,
-            # One rank gets everything: nothing depends on the counts.
-            load_table_stats(dataset) if world_size > 1 else {},
+            stats,
             sharding.choice(),
             world_size,
             config.launch.ranks_per_host or ranks_per_host or world_size,

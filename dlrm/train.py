@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -19,17 +20,19 @@ from dlrm.build import communicator, set_threads
 from dlrm.config import TrainRun
 from dlrm.datasets import open_dataset
 from dlrm.display import PrepareDisplay
+from dlrm.heartbeat import keep_beating
 from dlrm.launch import WorkerContext, join, launch, single_process
 from dlrm.metrics import BinaryMetrics, EvalResult
 from dlrm.optim import describe_semantics
 from dlrm.planning import make_plan
-from dlrm.report import write_report
 from dlrm.run_folder import NOT_FINISHED, RunFolder
 from dlrm.scoring import teacher_result
 from dlrm.torchrun import under_torchrun
 from dlrm.trainer import Trainer, eval_figures
+from embeddings.communicator import ProcessGroup
 from embeddings.plan_choice import PlannedLayout
 
+_PREPARE_TIMEOUT = timedelta(days=7)
 NO_BEST = (
     "note    no evaluation on a valid part had an AUC, so no model is the best: this is the latest"
 )
@@ -95,9 +98,11 @@ def _train_joined(
     context: WorkerContext, config: TrainRun, config_yaml: str, run_dir: Path
 ) -> dict[str, Any]:
     """A rank under torchrun: rank 0 claims the folder and prepares, the others wait for it."""
-    comm = communicator(context)
+    # Preparing data may take hours, whatever `launch.timeout_s`; if rank 0 ends, torchrun ends all.
+    patient = ProcessGroup(torch.distributed.new_group(timeout=_PREPARE_TIMEOUT))
     if context.rank != 0:
-        task = comm.all_gather_object(None)[0]
+        with keep_beating(context.heartbeat, "wait for the data"):
+            task = patient.all_gather_object(None)[0]
         if isinstance(task, Exception):
             raise task
         train_rank(context, task)
@@ -105,22 +110,23 @@ def _train_joined(
     try:
         folder, result = _claim_folder(config, config_yaml, run_dir, context.world_size)
     except Exception as error:
-        comm.all_gather_object(error)
+        patient.all_gather_object(error)
         raise
     with _written_down(folder, result, print):
         try:
-            task = _make_task(
-                config,
-                folder,
-                result,
-                context.world_size,
-                print,
-                ranks_per_host=int(os.environ["LOCAL_WORLD_SIZE"]),
-            )
+            with keep_beating(context.heartbeat, "prepare the data"):
+                task = _make_task(
+                    config,
+                    folder,
+                    result,
+                    context.world_size,
+                    print,
+                    ranks_per_host=int(os.environ["LOCAL_WORLD_SIZE"]),
+                )
         except Exception as error:
-            comm.all_gather_object(error)
+            patient.all_gather_object(error)
             raise
-        comm.all_gather_object(task)
+        patient.all_gather_object(task)
         _announce_plan(task, print)
         train_rank(context, task)
     return result
@@ -147,6 +153,9 @@ def _written_down(
     folder: RunFolder, result: dict[str, Any], say: Callable[[str], None]
 ) -> Iterator[None]:
     """Whatever happens within, result.json and report.html tell of it."""
+    # Here: matplotlib takes a second to import, and workers have no use for it.
+    from dlrm.report import write_report
+
     try:
         yield
         status = "completed"

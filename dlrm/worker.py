@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import importlib
 import json
 import os
 import pickle
@@ -63,7 +64,7 @@ class Failure:
             rank was lost; `stopped`: told to end.
         time_s: of `time.monotonic()`.
         message: the exception's.
-        traceback: whole.
+        traceback: whole; empty for an error that our own code raises on purpose.
         os_error: errno, text and file name of kind `os`.
     """
 
@@ -116,6 +117,8 @@ def run_as_rank(task: Task, context: WorkerContext) -> Any:
         torch.set_num_threads(task.num_threads)
     if context.world_size == 1:
         return task.entry(context, *task.args)
+    # The first optimizer would import it, a second of work that `timeout_s` would count.
+    importlib.import_module("torch._dynamo")
     context.heartbeat.beat(NO_STEP, START)
     start_timeout = timedelta(seconds=max(task.timeout_s, START_TIMEOUT_S))
     store, rank, world_size = next(dist.rendezvous("env://", timeout=start_timeout))
@@ -209,7 +212,11 @@ def _describe(error: BaseException, rank: int) -> Failure:
     if isinstance(error, OSError) and error.filename and error.errno is not None:
         about = (error.errno, str(error.strerror), str(error.filename))
         return Failure(rank, "os", time_s, message, text, about)
-    return Failure(rank, "error", time_s, message, text)
+    # Errors that our code raises on purpose say all there is to say, as in dlrm/__main__.py.
+    is_ours = type(error).__module__.split(".")[0] in _OUR_PACKAGES
+    return Failure(
+        rank, "error", time_s, str(error) if is_ours else message, "" if is_ours else text
+    )
 
 
 def _end(status: int) -> None:

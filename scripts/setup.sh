@@ -71,6 +71,9 @@ _install() {
     # torch first and exactly: a looser request could bring another build.
     _pip install "$(grep -o 'torch==[0-9.]*' "$checkout/pyproject.toml" | head -n 1)"
     _pip install --editable "$checkout${extras:+[$extras]}"
+    if [[ ",$extras," == *,peers,* ]]; then
+        _pip install --no-deps "$(grep -o 'torchrec==[0-9.]*' "$checkout/pyproject.toml" | head -n 1)"
+    fi
     if [[ ",$extras," == *,cuda,* ]]; then
         # Both wheels hold the package fbgemm_gpu: keep the CUDA one only.
         _pip uninstall --yes fbgemm-gpu-cpu

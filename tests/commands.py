@@ -69,7 +69,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 def without_plots(monkeypatch: pytest.MonkeyPatch) -> None:
     """Takes the report's plots, half of a tiny run's time, out of runs whose report isn't read."""
-    monkeypatch.setattr("dlrm.train.write_report", lambda folder: folder / "report.html")
+    monkeypatch.setattr("dlrm.report.write_report", lambda folder: folder / "report.html")
 
 
 def start_python(*arguments: str | Path, cwd: Path, **environment: str) -> subprocess.Popen[str]:

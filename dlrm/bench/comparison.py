@@ -1,0 +1,207 @@
+"""From measurements taken in turns to one comparison: ratios, claims, and what is wrong."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from dlrm.bench.ratios import Spread, ratios
+from dlrm.bench.sides import FLOOR, OWN, TORCHREC
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A side in one precision."""
+
+    side: str
+    precision: str
+
+    @property
+    def name(self) -> str:
+        """`dlrm fp32`."""
+        return f"{self.side} {self.precision}"
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What one variant came to in one turn.
+
+    Attributes:
+        figures: as `measure_rank` returns them; empty where it failed.
+        failure: why it failed.
+    """
+
+    variant: Variant
+    repeat: int
+    figures: dict[str, Any] = field(default_factory=dict)
+    failure: str | None = None
+
+
+@dataclass(frozen=True)
+class VariantSummary:
+    """One row of the table.
+
+    Attributes:
+        name: side and precision.
+        side: the side.
+        step_ms: of each turn's median step; None where it failed.
+        ratio_to: its time over that of each variant of this system, turn by turn.
+        logloss: median over the turns; None of what has no model.
+        sent_bytes: per step and rank, median over the turns.
+        note: what exactly it was.
+    """
+
+    name: str
+    side: str
+    step_ms: Spread | None
+    ratio_to: dict[str, Spread] = field(default_factory=dict)
+    logloss: float | None = None
+    sent_bytes: float | None = None
+    note: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "name": self.name,
+            "step_ms": None if self.step_ms is None else self.step_ms.as_dict(),
+            "ratio_to": {name: ratio.as_dict() for name, ratio in self.ratio_to.items()},
+            "logloss": self.logloss,
+            "bytes_sent_per_step_and_rank": self.sent_bytes,
+            "note": self.note,
+        }
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All rows.
+
+    Attributes:
+        problems: why the benchmark fails: sides that failed, log losses that disagree.
+    """
+
+    world_size: int
+    variants: list[VariantSummary]
+    problems: list[str]
+
+    def own_names(self) -> list[str]:
+        """The variants of this system that were measured."""
+        return [v.name for v in self.variants if v.side == OWN and v.step_ms is not None]
+
+    def claims(self) -> list[str]:
+        """One line for each variant of this system against the floor and the best TorchRec."""
+        lines = []
+        for own in self.own_names():
+            parts = []
+            precision = own.rpartition(" ")[2]
+            for variant in self._best_of_each():
+                # bf16 is compared with TorchRec's fp32 too: what a user would come from.
+                known_to_all = precision == "bf16" and variant.side in TORCHREC
+                ratio = variant.ratio_to.get(own)
+                if ratio is None or not (variant.name.endswith(precision) or known_to_all):
+                    continue
+                if variant.side == FLOOR:
+                    inverse = Spread(1 / ratio.median, 1 / ratio.greatest, 1 / ratio.least)
+                    parts.append(f"{inverse.text(2)} times as long as {variant.name}")
+                else:
+                    parts.append(f"{ratio.text(2)} times as fast as {variant.name}")
+            if parts:
+                lines.append(f"{own} is " + ";\n    ".join(parts))
+        return lines
+
+    def _best_of_each(self) -> list[VariantSummary]:
+        """TorchRec's fastest plan in each precision, and every other peer."""
+        chosen: list[VariantSummary] = []
+        best: dict[str, VariantSummary] = {}
+        for variant in self.variants:
+            if variant.side == OWN or variant.step_ms is None:
+                continue
+            if variant.side not in TORCHREC:
+                chosen.append(variant)
+                continue
+            precision = variant.name.rpartition(" ")[2]
+            known = best.get(precision)
+            if known is None or variant.step_ms.median < _median(known):
+                best[precision] = variant
+        return [*best.values(), *chosen]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "variants": [variant.as_dict() for variant in self.variants],
+            "claims": [line.replace("\n    ", " ") for line in self.claims()],
+            "problems": self.problems,
+        }
+
+
+def compare(
+    variants: Sequence[Variant],
+    measurements: Sequence[Measurement],
+    *,
+    world_size: int,
+    logloss_tolerance: float,
+) -> Comparison:
+    """Ratios turn by turn, and whether all sides have trained the same model.
+
+    Args:
+        variants: what was to be measured, in the order of the table.
+        measurements: in any order; a variant that failed in any turn has failed.
+        world_size: number of ranks.
+        logloss_tolerance: how far the log losses of one turn may lie apart.
+    """
+    failed = {m.variant: m.failure for m in measurements if m.failure is not None}
+    turns: dict[Variant, list[Measurement]] = {variant: [] for variant in variants}
+    for measurement in sorted(measurements, key=lambda m: m.repeat):
+        if measurement.variant not in failed:
+            turns[measurement.variant].append(measurement)
+    step_ms = {v: [float(m.figures["step_ms_p50"]) for m in turns[v]] for v in variants}
+    own = [v for v in variants if v.side == OWN and step_ms[v]]
+    summaries = []
+    for variant in variants:
+        if not step_ms[variant]:
+            summaries.append(VariantSummary(variant.name, variant.side, None))
+            continue
+        losses = [m.figures["logloss"] for m in turns[variant]]
+        summaries.append(
+            VariantSummary(
+                variant.name,
+                variant.side,
+                Spread.of(step_ms[variant]),
+                {o.name: Spread.of(ratios(step_ms[variant], step_ms[o])) for o in own},
+                None if None in losses else statistics.median(losses),
+                statistics.median(
+                    m.figures["bytes_sent_per_step_and_rank"] for m in turns[variant]
+                ),
+                turns[variant][0].figures["note"],
+            )
+        )
+    problems = [f"{variant.name} failed: {reason}" for variant, reason in failed.items()]
+    problems += _disagreements(turns, logloss_tolerance)
+    return Comparison(world_size, summaries, problems)
+
+
+def _disagreements(turns: dict[Variant, list[Measurement]], tolerance: float) -> list[str]:
+    """Log losses too far from those of the first variant that has one, which is ours by default."""
+    with_model = {
+        variant: [float(m.figures["logloss"]) for m in found]
+        for variant, found in turns.items()
+        if found and all(m.figures["logloss"] is not None for m in found)
+    }
+    if not with_model:
+        return []
+    first, *others = with_model
+    problems = []
+    for variant in others:
+        apart = max(abs(a - b) for a, b in zip(with_model[variant], with_model[first], strict=True))
+        if not apart <= tolerance:
+            problems.append(
+                f"{variant.name} has trained another model than {first.name}: their log losses are "
+                f"{apart:.5f} apart, allowed are {tolerance:g} (bench.logloss_tolerance)"
+            )
+    return problems
+
+
+def _median(variant: VariantSummary) -> float:
+    assert variant.step_ms is not None
+    return variant.step_ms.median

@@ -1,0 +1,188 @@
+"""The plain peer: `nn.EmbeddingBag(sparse=True)` and torch's optimizers, under DDP.
+
+With several processes every process holds every table whole, as DDP has it: sparse gradients of all
+ranks are gathered on each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from data.batch import Batch
+from data.parquet import PreparedDataset
+from dlrm.bench.measure import SideTask
+from dlrm.bench.start_values import dense_start_values, fill_table
+from dlrm.build import build_tables
+from dlrm.config import BenchRun
+from dlrm.launch import WorkerContext
+from dlrm.optim import OptimConfig
+from embeddings.table import FeatureConfig, TableConfig
+
+
+@contextmanager
+def build(
+    context: WorkerContext, task: SideTask, dataset: PreparedDataset, batches: list[Batch]
+) -> Iterator[EmbeddingBagSide]:
+    """See `measure.BuildSide`."""
+    torch.sparse.check_sparse_tensor_invariants.disable()  # As by default, but without a warning.
+    tables, features = build_tables(task.config, dataset.manifest)
+    model = PlainDLRM(task.config, len(dataset.manifest.dense_columns), tables, features)
+    with torch.no_grad():
+        for table, weight_RD in zip(tables, model.bags.parameters(), strict=True):
+            fill_table(weight_RD, table, task.config.seed)
+        values = dense_start_values(task.config, dataset.manifest)
+        for parameter, value in zip(model.dense_parameters(), values, strict=True):
+            parameter.copy_(value)
+    yield EmbeddingBagSide(model, task.config, features, batches, context.world_size)
+
+
+class PlainDLRM(nn.Module):
+    """DLRM as one would write it: products of all pairs by `bmm`, then their lower triangle."""
+
+    pairs: Tensor
+
+    def __init__(
+        self,
+        config: BenchRun,
+        num_dense: int,
+        tables: list[TableConfig],
+        features: list[FeatureConfig],
+    ) -> None:
+        super().__init__()
+        pooling = {feature.table: feature.pooling for feature in features}
+        self.bags = nn.ModuleDict(
+            {
+                table.name: nn.EmbeddingBag(
+                    table.rows,
+                    table.dim,
+                    mode=pooling[table.name],
+                    sparse=True,
+                    _weight=torch.empty(table.rows, table.dim),
+                )
+                for table in tables
+            }
+        )
+        self.feature_tables = [feature.table for feature in features]
+        dim = config.model.embedding_dim
+        num_vectors = len(features) + 1
+        self.register_buffer("pairs", torch.tril_indices(num_vectors, num_vectors, -1))
+        self.bottom = _mlp([num_dense, *config.model.bottom_mlp, dim])
+        self.top = _mlp([dim + self.pairs.shape[1], *config.model.top_mlp])
+        self.head = nn.Linear(config.model.top_mlp[-1], 1)
+
+    def dense_parameters(self) -> list[nn.Parameter]:
+        """All but the tables, in the order of the forward pass."""
+        parts = (self.bottom, self.top, self.head)
+        return [parameter for part in parts for parameter in part.parameters()]
+
+    def forward(self, dense_BN: Tensor, ids: list[tuple[Tensor, Tensor]]) -> Tensor:
+        """`(B,)` logits; `ids` are each feature's ids and offsets."""
+        bottom_BD = self.bottom(dense_BN)
+        pooled = [
+            self.bags[table](values_L, offsets_B)
+            for table, (values_L, offsets_B) in zip(self.feature_tables, ids, strict=True)
+        ]
+        vectors_BMD = torch.stack([bottom_BD, *pooled], dim=1)
+        products_BMM = torch.bmm(vectors_BMD, vectors_BMD.transpose(1, 2))
+        pairs_BP = products_BMM[:, self.pairs[0], self.pairs[1]]
+        hidden_B = self.top(torch.cat([bottom_BD, pairs_BP], dim=1))
+        logits_B1: Tensor = self.head(hidden_B)
+        return logits_B1.squeeze(1)
+
+
+class EmbeddingBagSide:
+    """See `measure.Side`."""
+
+    def __init__(
+        self,
+        model: PlainDLRM,
+        config: BenchRun,
+        features: list[FeatureConfig],
+        batches: list[Batch],
+        world_size: int,
+    ) -> None:
+        self._config, self._num_features = config, len(features)
+        self.note = "tables whole, sparse gradients"
+        self._model: nn.Module = model
+        if world_size > 1:
+            self.note = "tables whole on every rank, sparse gradients gathered by DDP"
+            self._model = DistributedDataParallel(
+                model, static_graph=True, gradient_as_bucket_view=True
+            )
+        self._optimizers = [
+            _dense_optimizer(model.dense_parameters(), config.optim),
+            _sparse_optimizer(list(model.bags.parameters()), config.optim),
+        ]
+        self._inputs = iter([(b.dense_BN, self._ids(b), b.label_B) for b in batches])
+        self._loss = nn.BCEWithLogitsLoss()
+
+    def step(self) -> None:
+        """See `measure.Side`."""
+        dense_BN, ids, label_B = next(self._inputs)
+        logits_B = self._forward(dense_BN, ids)
+        self._loss(logits_B.float(), label_B).backward()
+        for optimizer in self._optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def begin_window(self) -> None:
+        """See `measure.Side`."""
+
+    def figures(self) -> dict[str, Any]:
+        """None of its own."""
+        return {}
+
+    def end_training(self) -> None:
+        """See `measure.Side`."""
+        self._model.eval()
+
+    def logits(self, batch: Batch) -> Tensor:
+        """See `measure.Side`."""
+        return self._forward(batch.dense_BN, self._ids(batch))
+
+    def _forward(self, dense_BN: Tensor, ids: list[tuple[Tensor, Tensor]]) -> Tensor:
+        is_bf16 = self._config.train.precision == "bf16"
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_bf16):
+            logits_B: Tensor = self._model(dense_BN, ids)
+        return logits_B
+
+    def _ids(self, batch: Batch) -> list[tuple[Tensor, Tensor]]:
+        """Each feature's ids and the offsets of its bags."""
+        size, offsets = batch.batch_size, batch.ids.offsets
+        starts = offsets[:: size if size else 1][: self._num_features + 1].tolist()
+        return [
+            (
+                batch.ids.values_L[start:stop].contiguous(),
+                offsets[f * size : (f + 1) * size] - start,
+            )
+            for f, (start, stop) in enumerate(pairwise(starts))
+        ]
+
+
+def _mlp(widths: list[int]) -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for num_inputs, num_outputs in pairwise(widths):
+        layers += [nn.Linear(num_inputs, num_outputs), nn.ReLU()]
+    return nn.Sequential(*layers)
+
+
+def _sparse_optimizer(parameters: list[nn.Parameter], optim: OptimConfig) -> torch.optim.Optimizer:
+    """torch's rules for sparse gradients; a fused one doesn't exist."""
+    sparse = optim.sparse
+    if sparse.name == "sgd":
+        return torch.optim.SGD(parameters, sparse.lr)
+    assert sparse.name == "adagrad", sparse.name
+    return torch.optim.Adagrad(parameters, sparse.lr, eps=optim.effective_eps(sparse))
+
+
+def _dense_optimizer(parameters: list[nn.Parameter], optim: OptimConfig) -> torch.optim.Optimizer:
+    from dlrm.optim import build_dense_optimizer
+
+    return build_dense_optimizer(nn.ParameterList(parameters), optim)

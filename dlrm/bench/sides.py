@@ -1,0 +1,148 @@
+"""What can be measured side by side: names, what builds them, and what they can't do."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, cast
+
+from data.errors import UserError
+from dlrm.config import BenchRun
+from dlrm.memory import available_bytes
+from embeddings.row_optim import RowOptimizerConfig, RowOptimizerName, state_widths
+from embeddings.table import TableConfig
+
+if TYPE_CHECKING:
+    from dlrm.bench.measure import BuildSide
+
+OWN = "dlrm"
+FLOOR = "gemm_floor"
+TORCHREC = (
+    "torchrec_table_wise",
+    "torchrec_table_wise_pipelined",
+    "torchrec_row_wise",
+    "torchrec_row_wise_pipelined",
+)
+EMBEDDING_BAG = "embedding_bag"
+SIDES = {
+    OWN: "this system, with the configuration's own sharding",
+    **{
+        name: "TorchRec: fbgemm's fused tables, DistributedModelParallel, an explicit plan"
+        + (", TrainPipelineSparseDist" if name.endswith("pipelined") else "")
+        for name in TORCHREC
+    },
+    EMBEDDING_BAG: "nn.EmbeddingBag(sparse=True), torch's optimizers, DistributedDataParallel",
+    FLOOR: "the matrix products of the dense network's layers alone, forward and backward",
+}
+TORCHREC_VERSION = "1.8.0"
+
+
+def builder(side: str) -> BuildSide:
+    """What builds a side, imported only where it is measured."""
+    module = (
+        "side_torchrec" if side in TORCHREC else {OWN: "side_dlrm", FLOOR: "side_gemm"}.get(side)
+    )
+    found = importlib.import_module(f"dlrm.bench.{module or 'side_embedding_bag'}")
+    build: BuildSide = found.build
+    return build
+
+
+def default_sides(world_size: int) -> list[str]:
+    """All, where each means something of its own: one process has nothing to shard or hide."""
+    if world_size == 1:
+        return [OWN, "torchrec_table_wise", EMBEDDING_BAG, FLOOR]
+    return list(SIDES)
+
+
+def check_sides(config: BenchRun, sides: list[str]) -> None:
+    """Refuses what can't be compared, before anything is measured.
+
+    Raises:
+        UserError: naming the key.
+    """
+    unknown = [side for side in sides if side not in SIDES]
+    if unknown:
+        raise UserError(f"bench.sides: no side {unknown[0]}; there are {', '.join(SIDES)}")
+    if len(set(sides)) < len(sides) or not sides:
+        raise UserError(f"bench.sides={sides}: name at least one side, and each once")
+    peers = [side for side in sides if side not in (OWN, FLOOR)]
+    if not peers:
+        return
+    for key, value, wanted in (
+        ("model.interaction", config.model.interaction, "dot"),
+        ("model.dot_diagonal", config.model.dot_diagonal, False),
+        ("model.table_dims", config.model.table_dims, {}),
+        ("train.accumulate", config.train.accumulate, 1),
+        ("optim.clip_norm", config.optim.clip_norm, None),
+        ("optim.sparse.weight_decay", config.optim.sparse.weight_decay, 0.0),
+        ("optim.schedule.warmup_steps", config.optim.schedule.warmup_steps, 0),
+        ("optim.schedule.decay_steps", config.optim.schedule.decay_steps, 0),
+    ):
+        if value != wanted:
+            raise UserError(
+                f"{key}={value}: the peers {', '.join(peers)} are built for {key}={wanted} only; "
+                "change it, or leave them out of bench.sides"
+            )
+    rule = config.optim.sparse.name
+    if EMBEDDING_BAG in sides and rule not in ("sgd", "adagrad"):
+        raise UserError(
+            f"optim.sparse.name={rule}: torch has no such optimizer for sparse gradients, so "
+            f"{EMBEDDING_BAG} can't be compared; leave it out of bench.sides"
+        )
+    if any(side in TORCHREC for side in sides):
+        _check_torchrec(config, sides)
+
+
+def check_memory(config: BenchRun, sides: list[str], tables: Sequence[TableConfig]) -> None:
+    """Refuses tables that don't fit: a measurement that swaps or is killed tells nothing.
+
+    Raises:
+        UserError: naming the largest side, what it needs and what there is.
+    """
+    available = available_bytes()
+    if available is None:
+        return
+    optimizer = RowOptimizerConfig(cast(RowOptimizerName, config.optim.sparse.name))
+    num_bytes = 4 * sum(
+        table.rows * (table.dim + sum(state_widths(optimizer, table.dim).values()))
+        for table in tables
+    )
+    for side in sides:
+        copies = config.launch.nproc if side == EMBEDDING_BAG else 1
+        if side != FLOOR and copies * num_bytes > available:
+            others = ",".join(other for other in sides if other != side)
+            gib = 2**30
+            raise UserError(
+                f"{side}: its tables and their optimizer state take {copies * num_bytes / gib:.1f} "
+                f"GiB in all processes, but {available / gib:.1f} GiB are free here. Lower "
+                "model.embedding_dim or data.synthetic.cardinality_scale"
+                + (f", or leave it out: bench.sides=[{others}]" if copies > 1 else "")
+            )
+
+
+def _check_torchrec(config: BenchRun, sides: list[str]) -> None:
+    others = ",".join(side for side in sides if side not in TORCHREC)
+    try:
+        found = version("torchrec")
+    except PackageNotFoundError:
+        raise UserError(
+            "bench.sides: torchrec isn't installed. Run `DLRM_EXTRAS=peers scripts/dlrm bench …` "
+            f"once, or leave it out: bench.sides=[{others}]"
+        ) from None
+    if found != TORCHREC_VERSION:
+        raise UserError(
+            f"bench.sides: torchrec {found} is installed; compared is {TORCHREC_VERSION}, which "
+            "goes with this torch. Run `DLRM_EXTRAS=peers scripts/dlrm bench …`"
+        )
+    rule = config.optim.sparse.name
+    if rule not in ("sgd", "adagrad", "rowwise_adagrad"):
+        raise UserError(
+            f"optim.sparse.name={rule}: TorchRec has it on GPUs only; leave it out: "
+            f"bench.sides=[{others}]"
+        )
+    if config.model.embedding_dim % 4:
+        raise UserError(
+            f"model.embedding_dim={config.model.embedding_dim}: TorchRec wants a multiple of 4; "
+            f"change it, or leave TorchRec out: bench.sides=[{others}]"
+        )

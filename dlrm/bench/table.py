@@ -1,0 +1,58 @@
+"""The table of a comparison, at most 100 columns wide."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Column, Table
+
+from dlrm.bench.comparison import Comparison, VariantSummary
+
+MAX_WIDTH = 100
+
+
+def print_comparison(comparison: Comparison, console: Console | None = None) -> None:
+    """Prints a row per side and precision, and below the claims."""
+    if console is None:
+        console = Console()
+        console.width = min(console.width, MAX_WIDTH) if console.is_terminal else MAX_WIDTH
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    for column in _columns(comparison):
+        table.add_column(column.header, justify=column.justify, no_wrap=True)
+    for variant in comparison.variants:
+        table.add_row(*_cells(comparison, variant))
+    console.print()
+    console.print(table)
+    for line in [*comparison.claims(), *comparison.problems]:
+        console.print(line, markup=False, highlight=False)
+
+
+def headings(comparison: Comparison) -> list[str]:
+    """The columns' names."""
+    return [str(column.header) for column in _columns(comparison)]
+
+
+def rows(comparison: Comparison) -> list[list[str]]:
+    """The cells of all rows."""
+    return [_cells(comparison, variant) for variant in comparison.variants]
+
+
+def _columns(comparison: Comparison) -> list[Column]:
+    names = ["step ms", *(f"/ {own}" for own in comparison.own_names()), "log loss"]
+    if comparison.world_size > 1:
+        names.append("MB sent")
+    return [Column("side"), *(Column(name, justify="right") for name in names)]
+
+
+def _cells(comparison: Comparison, variant: VariantSummary) -> list[str]:
+    own_names = comparison.own_names()
+    if variant.step_ms is None:
+        blanks = len(own_names) + (2 if comparison.world_size > 1 else 1)
+        return [variant.name, "failed", *[""] * blanks]
+    cells = [variant.name, variant.step_ms.text(1)]
+    for own in own_names:
+        ratio = variant.ratio_to.get(own)
+        cells.append("" if ratio is None else ratio.text(2))
+    cells.append("" if variant.logloss is None else f"{variant.logloss:.5f}")
+    if comparison.world_size > 1:
+        cells.append(f"{(variant.sent_bytes or 0.0) / 1e6:.2f}")
+    return cells

@@ -1,0 +1,271 @@
+"""`dlrm check`: whether the sharded run, on the user's own configuration, trains the same model as
+one plain process.
+
+Two passes over the same batches, of which `check_compare` says what is compared and what is
+allowed:
+
+    1  fp64, end to end: the configuration with torch's backend and lossless values on the wire.
+       Both runs go their own way; rounding stays far below what an optimizer amplifies.
+    2  the configured precision, backend and wire, one step at a time: the reference begins every
+       step where the sharded run does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from data.errors import UserError
+from data.parquet import PreparedDataset
+from dlrm import mutations
+from dlrm.build import build_tables, communicator, set_threads
+from dlrm.check_batches import make_batches
+from dlrm.check_pass import PassResult, run_pass
+from dlrm.check_report import describe, to_json, vacuous
+from dlrm.config import CheckRun
+from dlrm.datasets import open_dataset
+from dlrm.display import PrepareDisplay
+from dlrm.launch import WorkerContext, launch, single_process
+from dlrm.planning import make_plan
+from dlrm.run_folder import NOT_FINISHED, RunFolder
+from dlrm.train import versions
+from embeddings.communicator import Communicator
+from embeddings.plan import Plan
+from embeddings.row_optim import RowOptimizerConfig, state_widths
+
+_FP64_BYTES = 8
+
+
+class CheckFailed(RuntimeError):
+    """The sharded run and the reference differ by more than is allowed, or nothing was compared."""
+
+
+@dataclass
+class CheckTask:
+    """What every rank gets.
+
+    Attributes:
+        config: the configuration.
+        dataset_root: the prepared dataset.
+        plan: who owns what.
+    """
+
+    config: CheckRun
+    dataset_root: Path
+    plan: Plan
+
+
+def run_check(
+    config: CheckRun,
+    config_yaml: str,
+    run_dir: Path,
+    say: Callable[[str], None] = print,
+    *,
+    fresh_processes: bool = False,
+) -> dict[str, Any]:
+    """Trains both, compares, prints the differences and writes them to result.json.
+
+    Args:
+        config: the checked configuration.
+        config_yaml: the same as text, for the run folder.
+        run_dir: the output folder.
+        say: prints for the user.
+        fresh_processes: start a worker even for one process.
+
+    Returns:
+        What result.json holds.
+
+    Raises:
+        CheckFailed: naming the worst quantity.
+        UserError: for a mutation that can't show, or tables that don't fit into memory twice.
+    """
+    with _Record(config, config_yaml, run_dir, config.launch.nproc) as record:
+        task = _make_task(config, record, config.launch.nproc, say)
+        if config.launch.nproc == 1 and not fresh_processes:
+            set_threads(config.launch)
+            passes = check_rank(single_process(), task)
+        else:
+            passes = launch(check_rank, (task,), config.launch, run_dir)
+        _conclude(task, passes, record, say)
+    return record.result
+
+
+class _Record:
+    """result.json, which tells of a check whatever happens within the context."""
+
+    def __init__(self, config: CheckRun, config_yaml: str, run_dir: Path, world_size: int) -> None:
+        self.folder = RunFolder(run_dir, overwrite=config.train.overwrite)
+        self.folder.write_text("config.yaml", config_yaml)
+        self.result: dict[str, Any] = {
+            "status": NOT_FINISHED,
+            "world_size": world_size,
+            "seed": config.seed,
+            "mutate": config.check.mutate,
+            "versions": versions(),
+            "config_digest": hashlib.sha256(config_yaml.encode()).hexdigest(),
+        }
+        self.folder.write_json("result.json", self.result)
+
+    def __enter__(self) -> _Record:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self.result["status"] = "completed"
+        if error is not None:
+            self.result["status"] = f"failed: {type(error).__name__}: {error}"
+        self.folder.write_json("result.json", self.result)
+
+
+def _make_task(
+    config: CheckRun, record: _Record, world_size: int, say: Callable[[str], None]
+) -> CheckTask:
+    with PrepareDisplay() as display:
+        dataset = open_dataset(config.data, Path.cwd(), display)
+    dataset.check("train")
+    plan = make_plan(config, dataset, world_size).plan
+    record.folder.write_text("plan.json", plan.to_json())
+    record.result |= {
+        "plan_digest": plan.digest(),
+        "data": {"name": config.data.name, "digest": dataset.manifest.digest()},
+    }
+    prepare_check(config, dataset, plan)
+    say(
+        f"check   {config.data.name}, {config.optim.sparse.name}: {config.check.steps:,} steps of "
+        f"global batch {config.data.batch_size:,}, and hand-made batches"
+    )
+    ranks = "1 process" if world_size == 1 else f"{world_size} processes"
+    say(f"run     {ranks} against a plain one; {record.folder.path}")
+    if world_size > 1:
+        for line in plan.describe():
+            say(f"plan    {line}")
+    if config.check.mutate is not None:
+        say(f"mutate  {config.check.mutate}: a fault is planted, which the check must find")
+    return CheckTask(config, dataset.root, plan)
+
+
+def prepare_check(config: CheckRun, dataset: PreparedDataset, plan: Plan) -> None:
+    """Refuses what can't be checked.
+
+    Raises:
+        UserError: for a mutation that can't show, or tables that don't fit into memory twice.
+    """
+    tables, features = build_tables(config, dataset.manifest)
+    if config.check.mutate is not None:
+        situation = mutations.Situation(config, plan, tables, features)
+        mutations.check_can_show(config.check.mutate, situation)
+    optimizer = RowOptimizerConfig(config.optim.sparse.name)  # type: ignore[arg-type]
+    reference_bytes = sharded_bytes = 0
+    for table in tables:
+        width = table.dim + sum(state_widths(optimizer, table.dim).values())
+        table_bytes = table.rows * width * _FP64_BYTES
+        reference_bytes += table_bytes
+        sharded_bytes += table_bytes * (plan.world_size if plan.is_replicated(table.name) else 1)
+    available = _available_bytes()
+    if available is not None and reference_bytes + sharded_bytes > available:
+        gib = 2**30
+        raise UserError(
+            f"the check keeps all rows and their state twice, in fp64: {sharded_bytes / gib:.1f} "
+            f"GiB for the ranks and {reference_bytes / gib:.1f} GiB for the reference, but "
+            f"{available / gib:.1f} GiB are free here. Lower model.embedding_dim, or check on data "
+            "with fewer rows (data.synthetic.cardinality_scale=…, data.schema.sparse.NAME.rows=…)"
+        )
+
+
+def check_rank(context: WorkerContext, task: CheckTask) -> list[PassResult]:
+    """One rank of a check; the results are rank 0's, the others have none."""
+    return check_with(communicator(context), task, context.heartbeat.beat)
+
+
+def check_with(
+    comm: Communicator,
+    task: CheckTask,
+    beat: Callable[[int, str], None] = lambda step, phase: None,
+) -> list[PassResult]:
+    """Both passes; called by all ranks, rank 0 gets the results."""
+    config, plan = task.config, task.plan
+    dataset = PreparedDataset(task.dataset_root)
+    made = None
+    if comm.rank == 0:
+        tables, features = build_tables(config, dataset.manifest)
+        made = make_batches(dataset, config, plan, tables, features)
+    made = comm.all_gather_object(made)[0]
+    assert made is not None
+    results = [
+        run_pass(comm, part, dataset, plan, made, end_to_end=end_to_end, beat=beat)
+        for part, end_to_end in _configs(config)
+    ]
+    return [result for result in results if result is not None]
+
+
+def _configs(config: CheckRun) -> list[tuple[CheckRun, bool]]:
+    """The configuration of each pass, and whether it goes end to end."""
+    exact = replace(
+        config,
+        train=replace(config.train, precision="fp64", backend="torch"),
+        sharding=replace(config.sharding, wire="fp32"),
+    )
+    if exact == config:
+        return [(exact, True)]
+    return [(exact, True), (config, False)]
+
+
+def _conclude(
+    task: CheckTask, passes: list[PassResult], record: _Record, say: Callable[[str], None]
+) -> None:
+    """Prints, writes down, and raises where something is wrong.
+
+    Raises:
+        CheckFailed: naming the worst quantity.
+        UserError: for a planted fault that nothing shows of.
+    """
+    config = task.config
+    dataset = PreparedDataset(task.dataset_root)
+    tables, _ = build_tables(config, dataset.manifest)
+    record.result |= {"steps": config.check.steps, **to_json(passes)}
+    say(describe(passes, tables))
+    verdict(config, passes)
+    say("PASS    every value is within its limit")
+
+
+def verdict(config: CheckRun, passes: list[PassResult]) -> None:
+    """Raises where a check doesn't pass.
+
+    Raises:
+        CheckFailed: naming the worst quantity, or what was not compared.
+        UserError: for a planted fault that nothing shows of.
+    """
+    beyond = [
+        (times, text, result) for result in passes for times, text in result.differences.beyond()
+    ]
+    if beyond:
+        _, text, result = max(beyond, key=lambda entry: entry[0])
+        planted = "" if config.check.mutate is None else f" ({config.check.mutate} was planted)"
+        raise CheckFailed(
+            f"FAIL{planted}: {result.title}: {text}. Beyond their limits: {len(beyond):,} of all "
+            f"figures; the first was {result.differences.first_beyond}"
+        )
+    for result in passes:
+        missing = vacuous(result)
+        if missing:
+            raise CheckFailed(f"FAIL: {result.title}: nothing was compared of {', '.join(missing)}")
+    if config.check.mutate is not None:
+        raise UserError(
+            f"check.mutate={config.check.mutate} was planted, and nothing shows of it in "
+            f"{config.check.steps} steps: raise check.steps, or choose a configuration in which "
+            "the fault has an effect"
+        )
+
+
+def _available_bytes() -> int | None:
+    """Memory that this machine can give; None where it doesn't tell."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return None

@@ -1,0 +1,453 @@
+"""The plain model that `dlrm check` holds the sharded run against: one process, autograd, torch's
+optimizers.
+
+`PlainRun` shares with the trainer the configuration, the start values and the dense network's
+forward; the loss, accumulation, clipping, schedule and updates are written here once more, as
+anyone would.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from data.batch import Batch, JaggedIds
+from data.manifest import Manifest
+from dlrm.build import PRECISION_DTYPES, build_model, build_tables
+from dlrm.config import TrainRun
+from dlrm.optim import OptimConfig, Schedule
+from dlrm.scoring import autocast
+from embeddings.reference import ReferenceEmbeddings
+from embeddings.row_optim import RowOptimizerConfig, RowOptimizerName, state_widths
+from embeddings.table import FeatureConfig
+
+# Up to so many terms, rounding in fp32 stays well below the limits of `check_compare`.
+_FEW_ROWS = 16
+_FEW_GRADIENTS = 1024
+
+
+class RowGradients(NamedTuple):
+    """A table's gradient.
+
+    Attributes:
+        rows_K: distinct rows, ascending.
+        grads_KD: the gradient of each.
+        magnitudes: `(K, 1)` or `(K, D)`: sum of the magnitudes of the terms that it is a sum of.
+    """
+
+    rows_K: Tensor
+    grads_KD: Tensor
+    magnitudes: Tensor
+
+
+class CapturedPart(NamedTuple):
+    """A micro-batch of a rank, with what the sharded run made of it.
+
+    Attributes:
+        batch: its samples.
+        pooled_BS: the pooled vectors.
+        grad_BS: the gradient by them of the rank's share of the loss.
+    """
+
+    batch: Batch
+    pooled_BS: Tensor
+    grad_BS: Tensor
+
+
+@dataclass
+class PartFigures:
+    """What the reference has for a `CapturedPart`, with the scales of differences.
+
+    Attributes:
+        pooled: per feature: table, its columns of `pooled_BS`, and Σ |factor · element|.
+    """
+
+    pooled: list[tuple[str, slice, Tensor, Tensor]]
+    grad_BS: Tensor
+    grad_scale_B1: Tensor
+
+
+@dataclass
+class PlainStep:
+    """A step up to its gradients, which are clipped already."""
+
+    loss: float
+    row_gradients: dict[str, RowGradients]
+    dense_gradients: list[Tensor]
+    parts: list[PartFigures] = field(default_factory=list)
+
+
+class _Occurrences(NamedTuple):
+    """The ids of one feature: row, sample and |factor| of each."""
+
+    feature: int
+    table: str
+    rows_L: Tensor
+    samples_L: Tensor
+    factors_L1: Tensor
+
+
+class PlainTables(ReferenceEmbeddings):
+    """`ReferenceEmbeddings` whose gradients can be seen and replaced, and whose rows written."""
+
+    def gradient(self, table: str) -> tuple[Tensor, Tensor]:
+        """Touched rows, ascending, and their gradients."""
+        weight_RD = self._bags[table].weight
+        if weight_RD.grad is None:
+            return torch.empty(0, dtype=torch.int64), weight_RD.new_empty(0, weight_RD.shape[1])
+        grad = weight_RD.grad.coalesce()
+        return grad.indices()[0], grad.values()
+
+    def set_gradient(self, table: str, rows_K: Tensor, grads_KD: Tensor) -> None:
+        """Replaces the gradient; `rows_K` distinct and ascending."""
+        weight_RD = self._bags[table].weight
+        weight_RD.grad = torch.sparse_coo_tensor(
+            rows_K[None], grads_KD, weight_RD.shape, is_coalesced=True, check_invariants=True
+        )
+
+    def weight(self, table: str) -> Tensor:
+        """The rows: the table's own memory."""
+        return self._bags[table].weight.detach()
+
+    def states(self, table: str) -> dict[str, Tensor]:
+        """The states by name: the optimizer's own memory; of a table that had no gradient yet,
+        zeros."""
+        weight_RD = self._bags[table].weight
+        found = self._optimizer.state.get(weight_RD, {})
+        widths = state_widths(self._config, weight_RD.shape[1])
+        return {
+            name: found[name]
+            if name in found
+            else torch.zeros(weight_RD.shape[0], width, dtype=weight_RD.dtype)
+            for name, width in widths.items()
+        }
+
+    def take(self, table: str, rows_K: Tensor) -> dict[str, Tensor]:
+        """Copies of rows (`weight`) and their state."""
+        whole = {"weight": self.weight(table), **self.states(table)}
+        return {name: values.index_select(0, rows_K) for name, values in whole.items()}
+
+    def put(self, table: str, rows_K: Tensor, values: Mapping[str, Tensor]) -> None:
+        """Overwrites rows and their state."""
+        whole = {"weight": self.weight(table), **self.states(table)}
+        for name, rows in values.items():
+            whole[name].index_copy_(0, rows_K, rows)
+
+
+class PlainRun:
+    """One process that trains the configured model on global batches.
+
+    Args:
+        config: the configuration; its precision is that of the run.
+        manifest: the data's.
+        total_steps: length of the run, which the schedule may depend on.
+        wire_floor: values below this lose relative precision on the wire; 0 but for fp16.
+    """
+
+    def __init__(
+        self, config: TrainRun, manifest: Manifest, total_steps: int, wire_floor: float = 0.0
+    ) -> None:
+        self._config = config
+        self._wire_floor = wire_floor
+        self._dtype = PRECISION_DTYPES[config.train.precision]
+        self.table_configs, self.features = build_tables(config, manifest)
+        sparse = config.optim.sparse
+        self.rule = RowOptimizerConfig(
+            name=cast(RowOptimizerName, sparse.name),
+            eps=config.optim.effective_eps(sparse),
+            weight_decay=sparse.weight_decay,
+            beta1=sparse.beta1,
+            beta2=sparse.beta2,
+        )
+        self.tables = PlainTables(
+            self.table_configs, self.features, self.rule, dtype=self._dtype, seed=config.seed
+        )
+        self.model = build_model(config, manifest)
+        self.dense_optimizer = _dense_optimizer(self.model, config.optim)
+        self._schedule = Schedule(config.optim.schedule, total_steps)
+        self._total_steps = total_steps
+        dims = {table.name: table.dim for table in self.table_configs}
+        self._columns: list[slice] = []
+        start = 0
+        for feature in self.features:
+            self._columns.append(slice(start, start + dims[feature.table]))
+            start += dims[feature.table]
+
+    # ------------------------------------------------------------------------------ gradients
+
+    def gradients(self, batch: Batch) -> PlainStep:
+        """Forward and backward over a whole global batch, in `train.accumulate` parts."""
+        total_weight = _total_weight(batch)
+        num_parts = max(1, min(self._config.train.accumulate, batch.batch_size))
+        cuts = [batch.batch_size * part // num_parts for part in range(num_parts + 1)]
+        loss_sum = 0.0
+        terms: list[tuple[JaggedIds, Tensor]] = []
+        for start, stop in pairwise(cuts):
+            part = batch.narrow(start, stop)
+            pooled_BS = self.tables.lookup(part.ids)
+            loss, slopes_B1 = self._loss(part, pooled_BS, total_weight)
+            loss.backward()
+            loss_sum += float(loss.detach())
+            terms.append((part.ids, slopes_B1))
+        return PlainStep(loss_sum, *self._clipped(self._row_gradients(terms)))
+
+    def gradients_of(self, parts: Sequence[CapturedPart]) -> PlainStep:
+        """The same for the parts of a sharded run's step, each stage from that run's own values:
+        the dense network from its pooled vectors, the rows' gradients from those of its pooled
+        vectors."""
+        total_weight = sum(_total_weight(part.batch) for part in parts)
+        loss_sum = 0.0
+        figures: list[PartFigures] = []
+        terms: list[tuple[JaggedIds, Tensor]] = []
+        for part in parts:
+            pooled_BS = self.tables.lookup(part.batch.ids)
+            leaf_BS = part.pooled_BS.clone().requires_grad_()
+            loss, slopes_B1 = self._loss(part.batch, leaf_BS, total_weight)
+            loss.backward()
+            assert leaf_BS.grad is not None
+            pooled_BS.backward(part.grad_BS)
+            loss_sum += float(loss.detach())
+            figures.append(
+                PartFigures(
+                    self._pooled_by_feature(part.batch.ids, pooled_BS.detach()),
+                    leaf_BS.grad,
+                    slopes_B1,
+                )
+            )
+            terms.append((part.batch.ids, part.grad_BS.abs()))
+        # Gradients travel multiplied by a power of two near the batch's weight (fp16).
+        floor = self._wire_floor / max(total_weight, 1.0)
+        row_gradients = self._row_gradients(terms, floor)
+        return PlainStep(loss_sum, *self._clipped(row_gradients), figures)
+
+    def _loss(self, batch: Batch, pooled_BS: Tensor, total_weight: float) -> tuple[Tensor, Tensor]:
+        """The part's share of the mean over the global batch; and per sample the largest
+        derivative of its logit by its pooled vectors, times its share of the weight."""
+        with autocast(self._config.train.precision):
+            logits_B = self.model(batch.dense_BN.to(self._dtype), pooled_BS)
+        assert batch.label_B is not None
+        weight_B = torch.ones(batch.batch_size, dtype=self._dtype)
+        if batch.weight_B is not None:
+            weight_B = batch.weight_B.to(self._dtype)
+        loss_B = functional.binary_cross_entropy_with_logits(
+            logits_B, batch.label_B.to(self._dtype), reduction="none"
+        )
+        (slopes_BS,) = torch.autograd.grad(logits_B.sum(), pooled_BS, retain_graph=True)
+        slopes_B1 = slopes_BS.abs().amax(dim=1, keepdim=True)
+        loss = (weight_B * loss_B).sum() / total_weight
+        return loss, slopes_B1 * weight_B.abs()[:, None] / total_weight
+
+    # --------------------------------------------------------------------------------- update
+
+    def set_gradients(
+        self, row_gradients: Mapping[str, tuple[Tensor, Tensor]], dense: Sequence[Tensor]
+    ) -> None:
+        """Replaces all gradients."""
+        for table, (rows_K, grads_KD) in row_gradients.items():
+            self.tables.set_gradient(table, rows_K, grads_KD)
+        for parameter, gradient in zip(self.model.parameters(), dense, strict=True):
+            parameter.grad = gradient.clone()
+
+    def learning_rates(self, step: int) -> tuple[float, float]:
+        """(dense, sparse) of a step, counted from 0; after its end the run begins anew."""
+        factor = self._schedule.factor(step % self._total_steps)
+        return self._config.optim.dense.lr * factor, self._config.optim.sparse.lr * factor
+
+    def apply(self, step: int) -> None:
+        """Updates everything from the gradients, which are dropped."""
+        lr_dense, lr_sparse = self.learning_rates(step)
+        self.tables.apply(lr_sparse)
+        self.dense_optimizer.param_groups[0]["lr"] = lr_dense
+        self.dense_optimizer.step()
+        self.dense_optimizer.zero_grad()
+
+    def dense_state(self) -> list[dict[str, Tensor]]:
+        """Per parameter its state by name: the optimizer's own memory."""
+        return optimizer_state(self.model, self.dense_optimizer)
+
+    def update_spread(
+        self, step: int, before: Mapping[str, Tensor], grads_KD: Tensor, margin: Tensor
+    ) -> dict[str, Tensor]:
+        """By how much rows and state may differ after a step whose gradients differ by up to
+        `margin`, by name.
+
+        The largest less the smallest of a rule's step over the ends of what its numerator and its
+        denominator may be. Of Adagrad's, g / (√(s + g²) + eps), which never falls with g, over the
+        ends of g.
+        """
+        rule, (_, lr) = self.rule, self.learning_rates(step)
+        before = {name: values.double() for name, values in before.items()}
+        grads_KD, margin = grads_KD.double(), margin.double()
+        ends = (grads_KD - margin, grads_KD + margin)
+        most = torch.maximum(ends[0].square(), ends[1].square())
+        least = (grads_KD.abs() - margin).clamp(min=0).square()
+        if rule.name == "sgd":
+            return {"weight": lr * (ends[1] - ends[0])}
+        if rule.name == "adagrad":
+            low, high = (g / ((before["sum"] + g.square()).sqrt() + rule.eps) for g in ends)
+            return {"weight": lr * (high - low).abs(), "sum": most - least}
+        if rule.name == "rowwise_adagrad":
+            most, least = most.mean(1, keepdim=True), least.mean(1, keepdim=True)
+            roots = [(before["sum"] + squares).sqrt() for squares in (least, most)]
+            return {"weight": lr * _spread(ends, roots, rule.eps), "sum": most - least}
+        means = [before["exp_avg"].lerp(g, 1 - rule.beta1) for g in ends]
+        squares = [before["exp_avg_sq"].lerp(g, 1 - rule.beta2) for g in (least, most)]
+        bias = math.sqrt(1 - rule.beta2 ** (step + 1)) / (1 - rule.beta1 ** (step + 1))
+        return {
+            "weight": lr * bias * _spread(means, [s.sqrt() for s in squares], rule.eps),
+            "exp_avg": means[1] - means[0],
+            "exp_avg_sq": squares[1] - squares[0],
+        }
+
+    # -------------------------------------------------------------------------------- private
+
+    def _clipped(
+        self, row_gradients: dict[str, RowGradients]
+    ) -> tuple[dict[str, RowGradients], list[Tensor]]:
+        """Scales all gradients together where `optim.clip_norm` says so."""
+        dense = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.model.parameters()]
+        clip_norm = self._config.optim.clip_norm
+        if clip_norm is not None:
+            everything = [*dense, *(g.grads_KD for g in row_gradients.values())]
+            norm = sum(float(g.double().square().sum()) for g in everything) ** 0.5
+            factor = min(1.0, clip_norm / (norm + 1e-6))
+            dense = [gradient * factor for gradient in dense]
+            row_gradients = {
+                table: RowGradients(g.rows_K, g.grads_KD * factor, g.magnitudes * factor)
+                for table, g in row_gradients.items()
+            }
+            own = {table: (g.rows_K, g.grads_KD) for table, g in row_gradients.items()}
+            self.set_gradients(own, dense)
+        return row_gradients, dense
+
+    def _row_gradients(
+        self, terms: Sequence[tuple[JaggedIds, Tensor]], floor: float = 0.0
+    ) -> dict[str, RowGradients]:
+        """What autograd left, with magnitudes.
+
+        Args:
+            terms: per part its ids and the magnitude of a term with the factor 1: `(B, 1)`, or by
+                column of `pooled_BS`.
+            floor: least magnitude of a term.
+        """
+        rows: dict[str, list[Tensor]] = {}
+        magnitudes: dict[str, list[Tensor]] = {}
+        for ids, size_BS in terms:
+            for found in self._occurrences(ids):
+                columns = self._columns[found.feature] if size_BS.shape[1] > 1 else slice(0, 1)
+                sizes_LD = size_BS[:, columns].index_select(0, found.samples_L)
+                sizes_LD = sizes_LD * found.factors_L1 + floor * found.factors_L1.clamp(min=1)
+                rows.setdefault(found.table, []).append(found.rows_L)
+                magnitudes.setdefault(found.table, []).append(sizes_LD)
+        gradients: dict[str, RowGradients] = {}
+        for table in self.table_configs:
+            rows_K, grads_KD = self.tables.gradient(table.name)
+            if table.name not in rows:
+                continue
+            positions_L = torch.searchsorted(rows_K, torch.cat(rows[table.name]))
+            sizes_LD = torch.cat(magnitudes[table.name])
+            sums = sizes_LD.new_zeros(rows_K.numel(), sizes_LD.shape[1])
+            sums.index_add_(0, positions_L, sizes_LD)
+            if self._dtype == torch.float32:
+                counts_K = torch.bincount(positions_L, minlength=rows_K.numel())
+                sums *= _growth(counts_K, _FEW_GRADIENTS)[:, None]
+            gradients[table.name] = RowGradients(rows_K, grads_KD, sums)
+        return gradients
+
+    def _pooled_by_feature(
+        self, ids: JaggedIds, pooled_BS: Tensor
+    ) -> list[tuple[str, slice, Tensor, Tensor]]:
+        """Per feature: table, columns, pooled vectors, and the sums of the magnitudes."""
+        result = []
+        for found in self._occurrences(ids):
+            columns = self._columns[found.feature]
+            rows_LD = self.tables.weight(found.table).index_select(0, found.rows_L).abs()
+            terms_LD = (rows_LD + self._wire_floor) * found.factors_L1
+            sizes_BD = torch.zeros_like(pooled_BS[:, columns])
+            sizes_BD.index_add_(0, found.samples_L, terms_LD)
+            counts_B = torch.bincount(found.samples_L, minlength=ids.batch_size)
+            sizes_BD *= _growth(counts_B, _FEW_ROWS)[:, None]
+            result.append((found.table, columns, pooled_BS[:, columns], sizes_BD))
+        return result
+
+    def _occurrences(self, ids: JaggedIds) -> Iterator[_Occurrences]:
+        lengths_FB = ids.lengths_FB()
+        starts = ids.offsets[:: ids.batch_size] if ids.batch_size else ids.offsets.new_zeros(1)
+        for index, feature in enumerate(self.features):
+            if not ids.batch_size:
+                continue
+            start, stop = int(starts[index]), int(starts[index + 1])
+            lengths_B = lengths_FB[index]
+            factors_L = torch.ones(stop - start, dtype=self._dtype)
+            if ids.weights_L is not None:
+                factors_L = ids.weights_L[start:stop].to(self._dtype).abs()
+            samples_L = torch.repeat_interleave(torch.arange(ids.batch_size), lengths_B)
+            if feature.pooling == "mean":
+                factors_L = factors_L / lengths_B[samples_L]
+            yield _Occurrences(
+                index, feature.table, ids.values_L[start:stop], samples_L, factors_L[:, None]
+            )
+
+
+def _spread(numerators: Sequence[Tensor], roots: Sequence[Tensor], eps: float) -> Tensor:
+    """The largest less the smallest of the quotients."""
+    steps = torch.stack([n / (root + eps) for n in numerators for root in roots])
+    return steps.amax(0) - steps.amin(0)
+
+
+def _growth(counts: Tensor, few: int) -> Tensor:
+    """How much more the rounding of a long sum may come to than that of `few` terms.
+
+    In all likelihood it grows as the root of the sum's length (Higham and Mary, "A new approach to
+    probabilistic rounding error analysis", 2019).
+    """
+    return (counts / few).clamp(min=1).sqrt()
+
+
+def touched_rows(features: Sequence[FeatureConfig], ids: JaggedIds) -> dict[str, Tensor]:
+    """Per table the distinct rows that a batch looks up, ascending."""
+    rows: dict[str, list[Tensor]] = {}
+    for index, feature in enumerate(features):
+        start = int(ids.offsets[index * ids.batch_size])
+        stop = int(ids.offsets[(index + 1) * ids.batch_size])
+        rows.setdefault(feature.table, []).append(ids.values_L[start:stop])
+    return {table: torch.cat(parts).unique() for table, parts in rows.items()}
+
+
+def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[dict[str, Tensor]]:
+    """Per parameter the state that has a value for each weight."""
+    return [
+        {
+            name: value
+            for name, value in optimizer.state.get(parameter, {}).items()
+            if isinstance(value, Tensor) and value.shape == parameter.shape and name != "step"
+        }
+        for parameter in model.parameters()
+    ]
+
+
+def _dense_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
+    """torch's own, with the kernel of training: which of torch's kernels isn't in question."""
+    dense = config.dense
+    more: dict[str, Any] = {"weight_decay": dense.weight_decay, "fused": True}
+    if dense.name == "sgd":
+        return torch.optim.SGD(model.parameters(), lr=dense.lr, **more)
+    more["eps"] = config.effective_eps(dense)
+    if dense.name == "adagrad":
+        return torch.optim.Adagrad(model.parameters(), lr=dense.lr, **more)
+    more["betas"] = (dense.beta1, dense.beta2)
+    rule = torch.optim.Adam if dense.name == "adam" else torch.optim.AdamW
+    return rule(model.parameters(), lr=dense.lr, **more)
+
+
+def _total_weight(batch: Batch) -> float:
+    if batch.weight_B is None:
+        return float(batch.batch_size)
+    return float(batch.weight_B.double().sum())

@@ -1,0 +1,107 @@
+"""`dlrm check` on real processes: right runs pass under plans of every kind; faults are found."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from data.parquet import PreparedDataset
+from dlrm.check import CheckFailed, CheckTask, check_with, verdict
+from dlrm.check_pass import PassResult
+from embeddings.communicator import ProcessGroup
+from tests.check_cases import check_task, optimizers
+from tests.commands import TINY_DATA, TINY_MODEL, finish, read_result, start_python, write_visits
+from tests.dist.worker_pool import Workers
+
+CHECKOUT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def visits(tmp_path_factory: pytest.TempPathFactory) -> PreparedDataset:
+    """70 rows: three batches of 24 an epoch, the last of 22."""
+    return write_visits(tmp_path_factory.mktemp("visits"), 70)
+
+
+def check(rank: int, world_size: int, task: CheckTask) -> list[PassResult]:
+    """Runs in every worker."""
+    torch.set_num_threads(1)
+    return check_with(ProcessGroup(), task)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "layout", "exchange", "optimizer"),
+    [
+        (2, "mixed", "mixed", "rowwise_adagrad"),
+        (2, "row_wise", "pooled", "sgd"),
+        (3, "mixed", "mixed", "adam"),
+        (3, "column_wise", "kv", "rowwise_adagrad"),
+        (4, "mixed", "mixed", "adagrad"),
+        (4, "blocks", "pooled", "adam"),
+    ],
+)
+def test_a_right_run_passes(
+    world_size: int,
+    layout: str,
+    exchange: str,
+    optimizer: str,
+    workers: Workers,
+    visits: PreparedDataset,
+) -> None:
+    more = {"train": {"accumulate": 2}, "check": {"steps": 4}}
+    optim = optimizers(optimizer, clip_norm=0.2)
+    task = check_task(visits, world_size, layout, exchange, optim, more)
+    results = workers(world_size).run(check, task)
+    verdict(task.config, results[0])
+    assert len(results[0]) == 2
+    # Only rank 0 has the reference.
+    assert results[1:] == [[]] * (world_size - 1)
+
+
+@pytest.mark.parametrize("name", ["drop_duplicate_sum", "forget_replicas", "dense_not_summed"])
+def test_a_planted_fault_is_found(name: str, workers: Workers, visits: PreparedDataset) -> None:
+    """Those of the collectives; the others need no processes (tests/unit/test_check.py)."""
+    more = {"check": {"steps": 2, "mutate": name}}
+    layout = "replicated" if name == "forget_replicas" else "row_wise"
+    task = check_task(visits, 2, layout, "kv", optimizers("adagrad"), more)
+    passes = workers(2).run(check, task)[0]
+    with pytest.raises(CheckFailed, match=f"{name} was planted"):
+        verdict(task.config, passes)
+    assert all(result.differences.beyond() for result in passes)
+
+
+def command(folder: Path, *arguments: str) -> tuple[int, str, str]:
+    """(exit status, stdout, stderr) of `dlrm check` in a process of its own."""
+    shared = [*TINY_DATA, *TINY_MODEL, f"data.root={folder.parent / 'tiny-check'}"]
+    process = start_python(
+        "-m", "dlrm", "check", *shared, f"hydra.run.dir={folder / 'run'}", *arguments, cwd=folder,
+        PYTHONPATH=str(CHECKOUT),
+    )  # fmt: skip
+    return finish(process)
+
+
+def test_the_command_checks_two_processes(tmp_path: Path) -> None:
+    status, out, err = command(tmp_path, "launch.nproc=2", "sharding=row_wise", "check.steps=3")
+    assert status == 0, err
+    assert "PASS" in out
+    result = read_result(tmp_path / "run")
+    assert (result["status"], result["world_size"]) == ("completed", 2)
+    for part in result["passes"]:
+        assert part["compared"]["values"]["gradients"] > 0
+        assert len(part["tables"]) == 26
+
+
+def test_the_command_ends_with_1_where_a_fault_is_planted(tmp_path: Path) -> None:
+    status, out, err = command(
+        tmp_path,
+        *("launch.nproc=2", "sharding=column_wise", "sharding.exchange=pooled", "check.steps=1"),
+        "check.mutate=mean_of_means",
+    )
+    assert status == 1, out
+    message = [line for line in err.splitlines() if line.startswith("dlrm: ")]
+    assert len(message) == 1, err
+    assert message[0].startswith("dlrm: FAIL (mean_of_means was planted): ")
+    assert "Traceback" not in err
+    assert "!" in out
+    assert read_result(tmp_path / "run")["status"].startswith("failed: CheckFailed: FAIL")
