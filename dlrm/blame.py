@@ -27,7 +27,7 @@ class Verdict:
     Attributes:
         beat: its last sign of life.
         reason: what happened to it: `failed`, `was killed by SIGKILL`.
-        details: the failure as the rank told it, where it did.
+        told: the failure as the rank told it, where it did.
     """
 
     beat: Beat

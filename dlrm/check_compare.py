@@ -28,7 +28,8 @@ sharded run's own values, so nothing that an optimizer amplifies is carried over
                       and with weight decay, which may cancel a gradient, any by what its rounding
                       makes.
 Rounding of fp32 sums grows as the root of their length: scales of `pooled` grow so beyond 16 ids in
-a bag, those of `gradients` beyond 1,024 lookups of a row.
+a bag, those of `gradients` beyond 1,024 lookups of a row, and that of rows under fbgemm's SGD,
+which updates a row once for every lookup, beyond 16.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from embeddings.row_optim import RowOptimizerConfig, RowOptimizerName, state_wid
 from embeddings.table import FeatureConfig
 
 # Up to so many terms, rounding in fp32 stays well below the limits of `check_compare`.
-_FEW_ROWS = 16
+FEW_ROWS = 16
 _FEW_GRADIENTS = 1024
 
 
@@ -40,11 +40,13 @@ class RowGradients(NamedTuple):
         rows_K: distinct rows, ascending.
         grads_KD: the gradient of each.
         magnitudes: `(K, 1)` or `(K, D)`: sum of the magnitudes of the terms that it is a sum of.
+        num_lookups_K: how many terms these are.
     """
 
     rows_K: Tensor
     grads_KD: Tensor
     magnitudes: Tensor
+    num_lookups_K: Tensor
 
 
 class CapturedPart(NamedTuple):
@@ -320,7 +322,7 @@ class PlainRun:
             factor = min(1.0, clip_norm / (norm + 1e-6))
             dense = [gradient * factor for gradient in dense]
             row_gradients = {
-                table: RowGradients(g.rows_K, g.grads_KD * factor, g.magnitudes * factor)
+                table: g._replace(grads_KD=g.grads_KD * factor, magnitudes=g.magnitudes * factor)
                 for table, g in row_gradients.items()
             }
             own = {table: (g.rows_K, g.grads_KD) for table, g in row_gradients.items()}
@@ -355,10 +357,10 @@ class PlainRun:
             sizes_LD = torch.cat(magnitudes[table.name])
             sums = sizes_LD.new_zeros(rows_K.numel(), sizes_LD.shape[1])
             sums.index_add_(0, positions_L, sizes_LD)
+            counts_K = torch.bincount(positions_L, minlength=rows_K.numel())
             if self._dtype == torch.float32:
-                counts_K = torch.bincount(positions_L, minlength=rows_K.numel())
-                sums *= _growth(counts_K, _FEW_GRADIENTS)[:, None]
-            gradients[table.name] = RowGradients(rows_K, grads_KD, sums)
+                sums *= rounding_growth(counts_K, _FEW_GRADIENTS)[:, None]
+            gradients[table.name] = RowGradients(rows_K, grads_KD, sums, counts_K)
         return gradients
 
     def _pooled_by_feature(
@@ -373,7 +375,7 @@ class PlainRun:
             sizes_BD = torch.zeros_like(pooled_BS[:, columns])
             sizes_BD.index_add_(0, found.samples_L, terms_LD)
             counts_B = torch.bincount(found.samples_L, minlength=ids.batch_size)
-            sizes_BD *= _growth(counts_B, _FEW_ROWS)[:, None]
+            sizes_BD *= rounding_growth(counts_B, FEW_ROWS)[:, None]
             result.append((found.table, columns, pooled_BS[:, columns], sizes_BD))
         return result
 
@@ -402,7 +404,7 @@ def _spread(numerators: Sequence[Tensor], roots: Sequence[Tensor], eps: float) -
     return steps.amax(0) - steps.amin(0)
 
 
-def _growth(counts: Tensor, few: int) -> Tensor:
+def rounding_growth(counts: Tensor, few: int) -> Tensor:
     """How much more the rounding of a long sum may come to than that of `few` terms.
 
     In all likelihood it grows as the root of the sum's length (Higham and Mary, "A new approach to

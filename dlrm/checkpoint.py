@@ -17,7 +17,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,8 +28,9 @@ from torch import nn
 
 from data.errors import UserError
 from data.files import file_name, file_sha256, write_whole
+from embeddings.communicator import Communicator
 from embeddings.sharded import ShardedEmbeddings
-from embeddings.store import WEIGHT, RowsPart
+from embeddings.store import WEIGHT
 
 FORMAT_VERSION = 1
 BLOCK_ROWS = 65_536
@@ -72,8 +73,9 @@ class Checkpoints:
         """Writes the model as it is now; it becomes `latest` and, where `is_best`, `best`.
 
         Called by all ranks, which share the folder: the first makes the files, each rank writes the
-        rows it holds at their place, then the first takes the digests and names the model. Extra
-        memory: one block of 65,536 rows. Models that neither name points to are removed.
+        rows it holds at their place (of tables with split columns, the first all rows, which travel
+        to it), each takes the digests of its share of the files, and the first names the model.
+        Extra memory: one block of 65,536 rows. Models that neither name points to are removed.
 
         Args:
             step: optimizer steps done.
@@ -99,8 +101,9 @@ class Checkpoints:
             for table in embeddings.tables:
                 _write_rows(partial / "tables", embeddings, table.name, table.rows, beat)
             comm.barrier()
+            digests = _digests(partial, comm, beat)
             if is_first:
-                self._complete(partial, folder, step, embeddings, beat)
+                self._complete(partial, folder, step, embeddings, digests)
         if is_first:
             self._name(folder, is_best=is_best)
         comm.barrier()
@@ -111,12 +114,8 @@ class Checkpoints:
         folder: Path,
         step: int,
         embeddings: ShardedEmbeddings,
-        beat: Callable[[], None],
+        digests: dict[str, str],
     ) -> None:
-        digests = {}
-        for path in sorted(p for p in partial.rglob("*") if p.is_file()):
-            beat()
-            digests[str(path.relative_to(partial))] = file_sha256(path)
         info = {
             "format_version": FORMAT_VERSION,
             "step": step,
@@ -158,25 +157,34 @@ class Checkpoints:
                 shutil.rmtree(folder)
 
 
-def load_model(info: CheckpointInfo, model: nn.Module, embeddings: ShardedEmbeddings) -> None:
+def load_model(
+    info: CheckpointInfo,
+    model: nn.Module,
+    embeddings: ShardedEmbeddings,
+    beat: Callable[[], None] = lambda: None,
+) -> None:
     """Loads dense weights, and those rows that this rank holds; optimizer state is not read.
 
+    Called by all ranks; each takes the digests of its share of the files, before any is loaded.
+
     Raises:
-        UserError: where tables or shapes differ, or a file is damaged, naming it.
+        UserError: on all ranks alike, where tables or shapes differ, or a file is damaged.
     """
     _check_tables(info, embeddings)
-    _check_digest(info, "dense.npz")
+    names = ["dense.npz", *(f"tables/{_weight_file(t.name)}" for t in embeddings.tables)]
+    _check_digests(info, names, embeddings.comm, beat)
     with np.load(info.folder / "dense.npz", allow_pickle=False) as arrays:
         state = {name: torch.from_numpy(arrays[name]) for name in arrays.files}
     model.load_state_dict(state)
     store = embeddings.store
     for table in store.tables:
-        name = f"tables/{file_name(table.name)}.weight.npy"
-        _check_digest(info, name)
-        weights = np.load(info.folder / name, mmap_mode="r", allow_pickle=False)
+        path = info.folder / "tables" / _weight_file(table.name)
+        weights = np.load(path, mmap_mode="r", allow_pickle=False)
         for start, stop in blocks(table.rows):
-            block = torch.from_numpy(np.array(weights[start:stop]))
-            store.write(table.name, start, {"weight": block})
+            if store.read_parts(table.name, start, stop):
+                beat()
+                block = torch.from_numpy(np.array(weights[start:stop]))
+                store.write(table.name, start, {WEIGHT: block})
 
 
 def model_digest(
@@ -221,56 +229,79 @@ def _make_table_files(folder: Path, embeddings: ShardedEmbeddings) -> None:
             header["shape"] = (table.rows, width)
             with open(path, "wb") as opened:
                 np.lib.format.write_array_header_1_0(opened, header)
-                opened.truncate(opened.tell() + table.rows * width * array.itemsize)
+                opened.flush()
+                # Allocated, not only sparse: a full disk is told here, by the file's name.
+                num_bytes = table.rows * width * array.itemsize
+                try:
+                    os.posix_fallocate(opened.fileno(), opened.tell(), num_bytes)
+                except OSError as error:
+                    raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def _write_rows(
     folder: Path, embeddings: ShardedEmbeddings, table: str, rows: int, beat: Callable[[], None]
 ) -> None:
     """Writes this rank's part of a table, block by block; of a replica, the first rank does."""
-    opened: dict[str, Any] = {}
+    files = _RowFiles(folder, table)
     try:
         for start, stop in blocks(rows):
             beat()
+            if embeddings.is_column_split(table):
+                # Ranks on several hosts mustn't write parts of the same pages.
+                whole = embeddings.read(table, start, stop)
+                if whole is not None:
+                    files.write(start, whole)
+                continue
             for part in embeddings.own_parts(table, start, stop):
-                for name, tensor in part.values.items():
-                    if name not in opened:
-                        path = folder / f"{file_name(table)}.{name}.npy"
-                        opened[name] = open(path, "r+b")  # noqa: SIM115
-                    _write_part(opened[name], part, name, tensor.numpy())
+                files.write(part.row_start, part.values)
     finally:
-        for file in opened.values():
+        files.close()
+
+
+class _RowFiles:
+    """The npy files of a table, opened as they are needed, and written at any row."""
+
+    def __init__(self, folder: Path, table: str) -> None:
+        self._folder, self._table = folder, table
+        self._opened: dict[str, tuple[Any, int]] = {}
+
+    def write(self, row_start: int, values: Mapping[str, torch.Tensor]) -> None:
+        """Writes whole rows, by name, from `row_start` on."""
+        for name, tensor in values.items():
+            if name not in self._opened:
+                path = self._folder / f"{file_name(self._table)}.{name}.npy"
+                file = open(path, "r+b")  # noqa: SIM115
+                np.lib.format.read_magic(file)
+                np.lib.format.read_array_header_1_0(file)
+                self._opened[name] = file, file.tell()
+            file, begin = self._opened[name]
+            array = np.ascontiguousarray(tensor.numpy())
+            file.seek(begin + row_start * array.shape[1] * array.itemsize)
+            array.tofile(file)
+
+    def close(self) -> None:
+        """Closes what was opened."""
+        for file, _ in self._opened.values():
             file.close()
 
 
-def _write_part(file: Any, part: RowsPart, name: str, values: np.ndarray) -> None:
-    file.seek(0)
-    np.lib.format.read_magic(file)
-    (_, width), _, _ = np.lib.format.read_array_header_1_0(file)
-    begin = file.tell()
-    row_bytes = width * values.itemsize
-    if values.shape[1] == width:
-        file.seek(begin + part.row_start * row_bytes)
-        np.ascontiguousarray(values).tofile(file)
-        return
-    # Some columns only: a row of them lies `row_bytes` after the other.
-    file.flush()
-    whole = np.memmap(
-        file,
-        dtype=values.dtype,
-        mode="r+",
-        offset=begin + part.row_start * row_bytes,
-        shape=(part.row_stop - part.row_start, width),
-    )
-    column = 0
-    for start, stop in part.piece.columns:
-        whole[:, start:stop] = values[:, column : column + stop - start]
-        column += stop - start
-    whole.flush()
+def _digests(folder: Path, comm: Communicator, beat: Callable[[], None]) -> dict[str, str]:
+    """SHA-256 of every file, each taken by one rank."""
+    paths = sorted(p for p in folder.rglob("*") if p.is_file())
+    own: dict[str, str] = {}
+    for path in paths[comm.rank :: comm.world_size]:
+        beat()
+        own[str(path.relative_to(folder))] = file_sha256(path)
+    of_ranks = comm.all_gather_object(own)
+    return dict(sorted((name, value) for part in of_ranks for name, value in part.items()))
 
 
 def _numpy_dtype(dtype: torch.dtype) -> Any:
     return torch.empty(0, dtype=dtype).numpy().dtype
+
+
+def _weight_file(table: str) -> str:
+    return f"{file_name(table)}.{WEIGHT}.npy"
 
 
 def _save_npz(path: Path, arrays: dict[str, np.ndarray]) -> None:
@@ -312,7 +343,15 @@ def _check_tables(info: CheckpointInfo, embeddings: ShardedEmbeddings) -> None:
         raise UserError(f"the tables of {info.folder} differ:\n  " + "\n  ".join(differing))
 
 
-def _check_digest(info: CheckpointInfo, name: str) -> None:
-    path = info.folder / name
-    if not path.is_file() or file_sha256(path) != info.values["files"][name]:
-        raise UserError(f"{path} is damaged or missing (its digest isn't the recorded one)")
+def _check_digests(
+    info: CheckpointInfo, names: Sequence[str], comm: Communicator, beat: Callable[[], None]
+) -> None:
+    damaged = None
+    for name in names[comm.rank :: comm.world_size]:
+        beat()
+        path = info.folder / name
+        if not path.is_file() or file_sha256(path) != info.values["files"][name]:
+            damaged = damaged or path
+    for path in comm.all_gather_object(damaged):
+        if path is not None:
+            raise UserError(f"{path} is damaged or missing (its digest isn't the recorded one)")

@@ -10,9 +10,11 @@ from embeddings.communicator import Communicator
 _BYTES_OF = {
     "ids": ("counts", "ids"),
     "rows": ("rows",),
-    "grads": ("grads", "squares", "norm"),
+    "grads": ("grads", "replicas", "squares", "norm"),
     "dense": ("dense",),
 }
+# All-reduces: the buckets, and at most one for replicas whose gradients go as matrices.
+_DENSE_KINDS = ("dense", "replicas")
 _TABLE_KINDS = ("counts", "ids", "rows", "grads", "squares", "norm")
 
 
@@ -40,7 +42,9 @@ def comm_figures(comm: Communicator, num_steps: int) -> dict[str, Any]:
         "collectives_per_step": round(
             sum(counters.num_collectives[kind] for kind in _TABLE_KINDS) / num_steps, 3
         ),
-        "dense_collectives_per_step": round(counters.num_collectives["dense"] / num_steps, 3),
+        "dense_collectives_per_step": round(
+            sum(counters.num_collectives[kind] for kind in _DENSE_KINDS) / num_steps, 3
+        ),
         "bytes_sent_per_step": {
             name: round(sum(rank[name] for rank in of_ranks) / len(of_ranks), 1) for name in own
         },

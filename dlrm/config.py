@@ -245,7 +245,7 @@ class BenchConfig:
     eval_samples: int = 65_536
     """Samples of the valid part that every side is evaluated on after its steps, about."""
     logloss_tolerance: float = 0.001
-    """How far the sides' log losses may lie apart."""
+    """How far the sides' log losses may lie apart in fp32; three times that in bf16."""
     network: str = "loopback"
     """What joins the processes."""
 

@@ -113,7 +113,9 @@ class Heartbeat:
     def _store(self, waits_for: bytes) -> None:
         self._count = count = self._count + 1
         place = (self._pid, self._step, time.monotonic(), self._phase, waits_for)
-        _RECORD.pack_into(self._map, 0, count, *place, count)
+        # In one copy: `pack_into` sets everything to zero first, and a rank that loses its core in
+        # between would seem silent since the machine's start.
+        self._map[:] = _RECORD.pack(count, *place, count)
 
 
 class NoHeartbeat:

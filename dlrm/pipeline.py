@@ -104,14 +104,20 @@ class _PendingBatch:
 
     def __init__(self, batch: Batch, embeddings: ShardedEmbeddings, accumulate: int) -> None:
         self._batch = batch
+        # Several ranks have local batches of different sizes but must issue equally many
+        # collectives: some of their parts may be empty.
         num_parts = accumulate
         if embeddings.comm.world_size == 1:
             num_parts = max(1, min(accumulate, batch.batch_size))
         self._micro = list(_micro_batches(batch, num_parts))
+        # Of the whole step: each part's loss is divided by the weight of the global batch.
         weight = weight_sum(batch)
-        self._plans: list[PendingBatchPlan] = [
-            embeddings.begin_plan(micro.ids, weight_sum=weight) for micro in self._micro
-        ]
+        self._plans: list[PendingBatchPlan] = []
+        first_sample = 0
+        for micro in self._micro:
+            plan = embeddings.begin_plan(micro.ids, weight_sum=weight, first_sample=first_sample)
+            self._plans.append(plan)
+            first_sample += micro.batch_size
 
     def send_ids(self) -> None:
         for plan in self._plans:

@@ -75,7 +75,9 @@ def make_task(config: ScoreRun, run_dir: Path, say: Callable[[str], None]) -> Sc
     if info.which != config.checkpoint:
         say(NO_BEST)
     root = _dataset_root(config, run_path)
-    placed = replace(stored, sharding=config.sharding, launch=config.launch)
+    # Values travel as they did in training: rounding them otherwise would be another model.
+    sharding = replace(config.sharding, wire=stored.sharding.wire)
+    placed = replace(stored, sharding=sharding, launch=config.launch)
     layout = make_plan(placed, PreparedDataset(root), config.launch.nproc)
     return ScoreTask(config, run_path, stored, info, root, layout.plan, run_dir)
 
@@ -109,9 +111,8 @@ class TrainedModel:
         self.task, self.comm = task, comm
         self.precision = task.stored.train.precision
         self.dataset = PreparedDataset(task.dataset_root)
-        placed = replace(task.stored, sharding=task.config.sharding)
         self.embeddings: ShardedEmbeddings = build_embeddings(
-            placed, self.dataset.manifest, for_training=False, plan=task.plan, comm=comm
+            task.stored, self.dataset.manifest, for_training=False, plan=task.plan, comm=comm
         )
         self.model: DLRM = build_model(task.stored, self.dataset.manifest)
         load_model(task.info, self.model, self.embeddings)

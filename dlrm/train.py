@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 
+from data.lanes import NUM_LANES
 from data.parquet import PreparedDataset
 from dlrm.build import communicator, set_threads
 from dlrm.config import TrainRun
@@ -29,7 +31,7 @@ from dlrm.run_folder import NOT_FINISHED, RunFolder
 from dlrm.scoring import teacher_result
 from dlrm.torchrun import under_torchrun
 from dlrm.trainer import Trainer, eval_figures
-from embeddings.communicator import ProcessGroup
+from embeddings.communicator import Communicator, ProcessGroup, SingleProcess
 from embeddings.plan_choice import PlannedLayout
 
 _PREPARE_TIMEOUT = timedelta(days=7)
@@ -99,18 +101,20 @@ def _train_joined(
 ) -> dict[str, Any]:
     """A rank under torchrun: rank 0 claims the folder and prepares, the others wait for it."""
     # Preparing data may take hours, whatever `launch.timeout_s`; if rank 0 ends, torchrun ends all.
-    patient = ProcessGroup(torch.distributed.new_group(timeout=_PREPARE_TIMEOUT))
+    patient: Communicator = SingleProcess()
+    if context.world_size > 1:
+        patient = ProcessGroup(torch.distributed.new_group(timeout=_PREPARE_TIMEOUT))
     if context.rank != 0:
         with keep_beating(context.heartbeat, "wait for the data"):
             task = patient.all_gather_object(None)[0]
-        if isinstance(task, Exception):
-            raise task
+        if task is None:
+            raise SystemExit(2)  # Rank 0 tells why.
         train_rank(context, task)
         return {}
     try:
         folder, result = _claim_folder(config, config_yaml, run_dir, context.world_size)
-    except Exception as error:
-        patient.all_gather_object(error)
+    except Exception:
+        patient.all_gather_object(None)
         raise
     with _written_down(folder, result, print):
         try:
@@ -123,8 +127,8 @@ def _train_joined(
                     print,
                     ranks_per_host=int(os.environ["LOCAL_WORLD_SIZE"]),
                 )
-        except Exception as error:
-            patient.all_gather_object(error)
+        except Exception:
+            patient.all_gather_object(None)
             raise
         patient.all_gather_object(task)
         _announce_plan(task, print)
@@ -192,6 +196,12 @@ def _make_task(
         **recorded,
     }
     _announce_data(config, dataset, say)
+    if (config.data.batch_size < NUM_LANES and world_size > 1) or world_size > NUM_LANES:
+        warnings.warn(
+            f"data.batch_size={config.data.batch_size} on {world_size} ranks: ranks share "
+            f"{NUM_LANES} lanes of samples, so in many steps some of them get no samples",
+            stacklevel=2,
+        )
     layout = make_plan(config, dataset, world_size, ranks_per_host=ranks_per_host)
     folder.write_text("plan.json", layout.plan.to_json())
     result["plan_digest"] = layout.plan.digest()

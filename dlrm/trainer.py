@@ -343,8 +343,13 @@ class Trainer:
         """Puts the best model (the latest, where there is no best) in place of the last."""
         info = self.checkpoints.find("best")
         if info.step != self.steps_done:
-            load_model(info, self.model, self.embeddings)
-            self.comm.barrier()
+            with self.comm.uncounted():
+                load_model(
+                    info,
+                    self.model,
+                    self.embeddings,
+                    lambda: self._beat(self.steps_done, "load"),
+                )
         return info
 
     def digest(self) -> str:

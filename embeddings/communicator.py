@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 # What counts as which of `bytes_sent_per_step` in result.json.
-KINDS = ("counts", "ids", "rows", "grads", "squares", "norm", "dense", "other")
+KINDS = ("counts", "ids", "rows", "grads", "replicas", "squares", "norm", "dense", "other")
 
 
 class PeerLost(RuntimeError):
@@ -227,6 +227,9 @@ class ProcessGroup(Communicator):
         try:
             work = start()
         except RuntimeError as error:
+            # A mistake of our own (sizes, types) isn't another rank's fault.
+            if not isinstance(error, dist.DistError) and "gloo" not in str(error):
+                raise
             raise self._lost(kind, error) from error
         return Pending(values, lambda: self._blocking(kind, work.wait))
 
@@ -245,7 +248,7 @@ class ProcessGroup(Communicator):
 
 
 class Buffers:
-    """Flat buffers that grow and are kept: a step allocates nothing new.
+    """Flat buffers that grow and are kept, for what is packed and received.
 
     `get`: whoever asks may use the buffer until the next call with the same name. `lease`: until it
     is given back with `release`; for what may be under way several times at once.

@@ -276,7 +276,7 @@ class Exchange:
         batch of 8,192, many would else fall below fp16's smallest normal number, 6e-5."""
         if self._value_wire.wire_dtype != torch.float16:
             return 1.0
-        return float(2.0 ** round(np.log2(max(plan.total_weight, 1.0))))
+        return float(2.0 ** round(np.log2(max(sum(plan.batch_sizes), 1))))
 
 
 class IdsUnderWay(NamedTuple):
@@ -346,6 +346,6 @@ class PendingGradients:
         self._finish = finish
 
     def finish(self) -> list[KVGradients]:
-        """The sums over all ranks for the rows that this rank holds; several per group at most
-        where its tables have different exchanges."""
+        """The sums over all ranks for the rows that this rank holds. A group may have several, of
+        disjoint keys: one for each exchange of its tables, and one for each replica."""
         return self._finish()

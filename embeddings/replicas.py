@@ -1,7 +1,7 @@
 """Tables that every rank holds: their gradients are summed over ranks, so that they stay equal.
 
 Two ways, chosen for each table and batch from figures that all ranks have, and equal but for the
-order of the sum:
+order of the sum (and for `sharding.wire`, which rounds what is gathered):
 
     gather   every rank sends the gradient of each row it touched to every other: in all ranks
              together (W-1) · Σ_r K_r · (D · wire bytes + id bytes)
@@ -52,7 +52,7 @@ class Replicas:
     """The tables that are everywhere, in a run of several ranks.
 
     Args:
-        groups: per index of a group the group; those that aren't everywhere are None.
+        groups: the groups that are everywhere, in order.
         comm: the ranks.
         wire_bytes: bytes of a gathered value on the wire.
         dense_bytes: bytes of a value in a matrix, which is summed in the tables' own type.
@@ -60,7 +60,7 @@ class Replicas:
 
     def __init__(
         self,
-        groups: Sequence[TableGroup | None],
+        groups: Sequence[TableGroup],
         comm: Communicator,
         *,
         wire_bytes: int,
@@ -70,7 +70,6 @@ class Replicas:
         self._tables = [
             (index, piece, key)
             for index, group in enumerate(groups)
-            if group is not None and comm.world_size > 1
             for piece, key in zip(group.pieces, group.first_keys, strict=True)
         ]
         self.num_tables = len(self._tables)
@@ -157,11 +156,12 @@ class Replicas:
             _, piece, _ = self._tables[table]
             grads_KD = self._of_table(table, gradients)
             matrix = grads_KD.new_zeros(piece.num_rows, piece.dim + 1)
+            # Its own rows are known here, though no ids travelled.
             rows_K = torch.from_numpy(counts.rows[self._comm.rank][table])
             matrix[rows_K, : piece.dim] = grads_KD
             matrix[rows_K, piece.dim] = 1
             matrices.append(matrix.reshape(-1))
-        return self._comm.all_reduce("dense", torch.cat(matrices))
+        return self._comm.all_reduce("replicas", torch.cat(matrices))
 
     def sum_ranks(
         self,

@@ -26,7 +26,6 @@ from data.batch import JaggedIds
 from embeddings.layout import FeatureSlice, KeySpace
 from embeddings.router import (
     SampleMajorBags,
-    SortedKeys,
     offsets_of,
     sample_major,
     sample_major_bag_of_id,
@@ -142,9 +141,8 @@ def _plan_kv(
     weights_L = _weights(space, features, ids, routed, bag_weights=True, means=True)
     offsets = offsets_of(routed.lengths_FB.reshape(-1))
     weights = None if weights_L is None else torch.from_numpy(weights_L).to(dtype)
-    bags = sample_major(
-        routed.lengths_FB, offsets, ordered.inverse_L(), weights
-    )  # The vector of a key is at the key's place among the distinct ones.
+    # The vector of a key is at the key's place among the distinct ones.
+    bags = sample_major(routed.lengths_FB, offsets, ordered.inverse_L(), weights)
     order_L = ordered.order_L
     bag_of_id_L = torch.from_numpy(sample_major_bag_of_id(routed.lengths_FB))
     vectors = VectorBags(
@@ -291,12 +289,3 @@ def _mean_factors(
     lengths_BF = lengths_FB[[part.feature for part in space.slices]].T
     factors_BF = np.where(means, 1.0 / np.maximum(lengths_BF, 1), 1.0)
     return None if (factors_BF == 1).all() else factors_BF.reshape(-1)
-
-
-def sorted_stretch(keys_K: Tensor, first: int, stop: int) -> tuple[int, int]:
-    """Positions of the keys `first … stop-1` in ascending `keys_K`, half-open."""
-    low, high = np.searchsorted(keys_K.numpy(), [first, stop])
-    return int(low), int(high)
-
-
-__all__ = ["Request", "Service", "SortedKeys", "VectorBags", "plan_request", "sorted_stretch"]

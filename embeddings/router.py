@@ -370,6 +370,12 @@ def sort_keys(keys_L: Tensor) -> SortedKeys:
     )
 
 
+def sorted_stretch(keys_K: Tensor, first: int, stop: int) -> tuple[int, int]:
+    """Positions of the keys `first … stop-1` in ascending `keys_K`, half-open."""
+    low, high = np.searchsorted(keys_K.numpy(), [first, stop])
+    return int(low), int(high)
+
+
 def sample_major(
     lengths_FB: Int64Array, offsets: Int64Array, keys_L: Tensor, weights_L: Tensor | None
 ) -> SampleMajorBags:

@@ -17,7 +17,7 @@ from torch import Tensor
 from embeddings.communicator import Communicator
 from embeddings.kv_gradients import KVGradients
 from embeddings.layout import PeerStretch
-from embeddings.requests import sorted_stretch
+from embeddings.router import sorted_stretch
 from embeddings.row_optim import ROW_STATE, decayed, row_squares
 from embeddings.store import RowStore
 from embeddings.table import TableConfig
@@ -93,12 +93,10 @@ class RowSquares:
         return state
 
     def _own_shares(self, gradients: KVGradients) -> list[_Share]:
-        group = self._store.groups[gradients.group]
-        grads_KD = decayed(
-            self._store.optimizer,
-            self._store.gather(gradients.group, gradients.keys_K),
-            gradients.grads_KD,
-        )
+        group, grads_KD = self._store.groups[gradients.group], gradients.grads_KD
+        if self._store.optimizer.weight_decay:
+            rows_KD = self._store.gather(gradients.group, gradients.keys_K)
+            grads_KD = decayed(self._store.optimizer, rows_KD, grads_KD)
         state_R1 = self._store.state(gradients.group)[self._state_name]
         shares: list[_Share] = []
         for piece, key in zip(group.pieces, group.first_keys, strict=True):

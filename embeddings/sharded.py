@@ -23,7 +23,7 @@ from embeddings.row_optim import ROW_STATE, RowOptimizerConfig
 from embeddings.row_squares import RowSquares
 from embeddings.store import RowsPart, RowStore
 from embeddings.table import FeatureConfig, TableConfig, validate_tables
-from embeddings.table_group import ColumnRange, local_groups
+from embeddings.table_group import ColumnRange, local_groups, tables_everywhere
 from embeddings.table_reader import TableReader
 
 Backend = Literal["auto", "torch", "fbgemm"]
@@ -151,7 +151,7 @@ class ShardedEmbeddings:
         self._local = [group for group in groups if group.everywhere]
         self._router = Router(tables, features, self._local)
         self._spaces = build_key_spaces(self.plan, tables, features, groups_of_rank)
-        self._everywhere = {piece.table for group in self._local for piece in group.pieces}
+        self._everywhere = tables_everywhere(self.plan)
         self._exchange: Exchange | None = None
         if self.comm.world_size > 1:
             replicas = Replicas(
@@ -168,7 +168,7 @@ class ShardedEmbeddings:
             stretches = split_row_stretches(self.plan, tables, groups_of_rank)
             if stretches:
                 self._row_squares = RowSquares(stretches, tables, self.store, self.comm, dtype)
-        self._reader = TableReader(tables, groups_of_rank, self.store, self.comm)
+        self._reader = TableReader(tables, groups_of_rank, self._everywhere, self.store, self.comm)
 
         dims = {table.name: table.dim for table in tables}
         offsets = [0]
@@ -219,18 +219,32 @@ class ShardedEmbeddings:
         return pending.finish()
 
     def begin_plan(
-        self, ids: JaggedIds, *, training: bool = True, weight_sum: float | None = None
+        self,
+        ids: JaggedIds,
+        *,
+        training: bool = True,
+        weight_sum: float | None = None,
+        first_sample: int = 0,
     ) -> PendingBatchPlan:
-        """As `plan_batch`, but returns with the counts under way."""
+        """As `plan_batch`, but returns with the counts under way.
+
+        Args:
+            ids: see `plan_batch`.
+            training: see `plan_batch`.
+            weight_sum: see `plan_batch`.
+            first_sample: position of the first sample in the rank's batch, of which `ids` may be a
+                part; for messages.
+        """
         weight = float(ids.batch_size) if weight_sum is None else weight_sum
         bad_id: IdOutOfRange | None = None
         groups: tuple[GroupPlan, ...] = ()
         try:
             groups = self._router.plan_groups(ids)
         except IdOutOfRange as error:
+            sample = error.sample + first_sample
+            bad_id = self._router.id_error(error.feature_index, error.id, sample)
             if self._exchange is None:
-                raise
-            bad_id = error
+                raise bad_id from None
         if self.backend == "torch":
             for group in groups:
                 # Both are computed at their first use and kept in the plan: use them here, ahead
@@ -395,6 +409,10 @@ class ShardedEmbeddings:
         if self.comm.rank > 0 and table in self._everywhere:
             return []
         return self.store.read_parts(table, row_start, row_stop)
+
+    def is_column_split(self, table: str) -> bool:
+        """Whether a row of the table lies on several ranks; the same answer on every rank."""
+        return self._reader.is_column_split(table)
 
     def read(self, table: str, row_start: int, row_stop: int) -> dict[str, Tensor] | None:
         """Whole rows and their state, from the ranks that hold them: called by all ranks.

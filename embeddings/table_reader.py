@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence, Set
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ class TableReader:
     Args:
         tables: every table.
         groups_of_rank: every rank's groups.
+        everywhere: tables that every rank holds.
         store: this rank's rows.
         comm: the ranks.
     """
@@ -28,19 +29,18 @@ class TableReader:
         self,
         tables: Sequence[TableConfig],
         groups_of_rank: Sequence[Sequence[TableGroup]],
+        everywhere: Set[str],
         store: RowStore,
         comm: Communicator,
     ) -> None:
         self._store, self._comm = store, comm
         self._tables = {table.name: table for table in tables}
         self._pieces: dict[str, list[tuple[int, Piece]]] = {table.name: [] for table in tables}
-        self._everywhere: set[str] = set()
+        self._everywhere = everywhere
         for rank, groups in enumerate(groups_of_rank):
             for group in groups:
                 for piece in group.pieces:
                     self._pieces[piece.table].append((rank, piece))
-                    if group.everywhere:
-                        self._everywhere.add(piece.table)
         self._dtype = next(
             (group.dtype for groups in groups_of_rank for group in groups), torch.float32
         )
@@ -95,12 +95,16 @@ class TableReader:
         dim = self._tables[table].dim
         return assemble_rows(dim, widths, row_start, row_stop, whole, self._dtype)
 
+    def is_column_split(self, table: str) -> bool:
+        """See `ShardedEmbeddings.is_column_split`."""
+        return any(piece.dim != self._tables[table].dim for _, piece in self._pieces[table])
+
     def _widths(self, piece: Piece) -> dict[str, int]:
         """Numbers that the piece holds of a row, by name, in the order in which they travel."""
         widths = {WEIGHT: piece.dim, **self._store.piece_state_widths(piece)}
         return {name: widths[name] for name in _names(widths)}
 
 
-def _names(values: object) -> list[str]:
-    names: list[str] = sorted(values)  # type: ignore[call-overload]
-    return names
+def _names(values: Iterable[str]) -> list[str]:
+    """In the order in which they travel."""
+    return sorted(values)

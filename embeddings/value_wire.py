@@ -22,6 +22,16 @@ Sizes = list[list[int]]
 """Per rank the number of values of each key space, then of the replicas' gradients."""
 
 
+class WireOverflow(ValueError):
+    """A value that `sharding.wire` can't hold."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__(
+            f"sharding.wire=fp16: {value:g} on the wire exceeds fp16's range of ±65,504; set "
+            "sharding.wire=bf16 or fp32"
+        )
+
+
 class ValueWire:
     """Packs, rounds, sends and unpacks values.
 
@@ -77,7 +87,9 @@ class ValueWire:
         if scale != 1.0:
             flat = flat * scale
         if flat.dtype != self.wire_dtype:
-            flat = flat.to(self.wire_dtype)
+            rounded = flat.to(self.wire_dtype)
+            _check_range(flat, rounded)
+            flat = rounded
         splits_out, splits_in = [sum(s) for s in sizes_out], [sum(s) for s in sizes_in]
         recv = self._buffers.get(f"{kind} in", sum(splits_in), self.wire_dtype)
         return self._comm.all_to_all(kind, flat, splits_out, recv, splits_in)
@@ -87,9 +99,7 @@ class ValueWire:
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Per key space the received vectors, `(M, D)`, and per rank what followed; valid until the
         next values of this kind."""
-        if flat.dtype != self._dtype:
-            _check_range(flat)
-            flat = flat.to(self._dtype)
+        flat = flat.to(self._dtype)
         if scale != 1.0:
             flat = flat / scale
         if len(self._spaces) == 1 and not any(of_rank[-1] for of_rank in sizes):
@@ -131,14 +141,14 @@ class ValueWire:
         return flat
 
 
-def _check_range(values: Tensor) -> None:
-    """Refuses what fp16 can't hold; bf16 has the range of fp32.
+def _check_range(values: Tensor, rounded: Tensor) -> None:
+    """Refuses what fp16 can't hold; bf16 has the range of fp32. What wasn't finite before travels:
+    it is told with the loss, which isn't finite either.
 
     Raises:
-        ValueError: naming the key.
+        WireOverflow: on the rank that sends.
     """
-    if values.dtype == torch.float16 and not bool(torch.isfinite(values).all()):
-        raise ValueError(
-            "sharding.wire=fp16: a value on the wire exceeds fp16's range of ±65,504 or isn't "
-            "finite; set sharding.wire=bf16 or fp32"
-        )
+    if rounded.dtype != torch.float16 or bool(torch.isfinite(rounded).all()):
+        return
+    if bool(torch.isfinite(values).all()):
+        raise WireOverflow(float(values.abs().max()))

@@ -194,7 +194,8 @@ def told(case: Case, passes: list[PassResult]) -> tuple[bool, str]:
             return False, "FAIL"
         caught = [p.precision for p in passes if p.differences.beyond()]
         return True, " ".join(caught)
-    except UserError:
+    except UserError as error:
+        print(f"{case.row}: {error}", flush=True)
         return False, "NOT FOUND"
     share = max(
         entry.difference / result.differences.tolerances[quantity]

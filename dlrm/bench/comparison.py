@@ -10,6 +10,9 @@ from typing import Any
 from dlrm.bench.ratios import Spread, ratios
 from dlrm.bench.sides import FLOOR, OWN, TORCHREC
 
+BF16_FACTOR = 3
+"""Log losses of a variant in bf16 may lie so many times as far from those in fp32."""
+
 
 @dataclass(frozen=True)
 class Variant:
@@ -44,22 +47,29 @@ class VariantSummary:
     """One row of the table.
 
     Attributes:
-        name: side and precision.
         side: the side.
+        precision: its precision.
         step_ms: of each turn's median step; None where it failed.
         ratio_to: its time over that of each variant of this system, turn by turn.
-        logloss: median over the turns; None of what has no model.
+        logloss: after training, median over the turns; None of what has no model.
+        logloss_start: before training.
         sent_bytes: per step and rank, median over the turns.
         note: what exactly it was.
     """
 
-    name: str
     side: str
+    precision: str
     step_ms: Spread | None
     ratio_to: dict[str, Spread] = field(default_factory=dict)
     logloss: float | None = None
+    logloss_start: float | None = None
     sent_bytes: float | None = None
     note: str = ""
+
+    @property
+    def name(self) -> str:
+        """`dlrm fp32`."""
+        return Variant(self.side, self.precision).name
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -68,6 +78,7 @@ class VariantSummary:
             "step_ms": None if self.step_ms is None else self.step_ms.as_dict(),
             "ratio_to": {name: ratio.as_dict() for name, ratio in self.ratio_to.items()},
             "logloss": self.logloss,
+            "logloss_start": self.logloss_start,
             "bytes_sent_per_step_and_rank": self.sent_bytes,
             "note": self.note,
         }
@@ -79,27 +90,28 @@ class Comparison:
 
     Attributes:
         problems: why the benchmark fails: sides that failed, log losses that disagree.
+        logloss_tolerance: of `compare`.
     """
 
     world_size: int
     variants: list[VariantSummary]
     problems: list[str]
+    logloss_tolerance: float
 
-    def own_names(self) -> list[str]:
+    def own(self) -> list[VariantSummary]:
         """The variants of this system that were measured."""
-        return [v.name for v in self.variants if v.side == OWN and v.step_ms is not None]
+        return [v for v in self.variants if v.side == OWN and v.step_ms is not None]
 
     def claims(self) -> list[str]:
         """One line for each variant of this system against the floor and the best TorchRec."""
         lines = []
-        for own in self.own_names():
+        for own in self.own():
             parts = []
-            precision = own.rpartition(" ")[2]
             for variant in self._best_of_each():
                 # bf16 is compared with TorchRec's fp32 too: what a user would come from.
-                known_to_all = precision == "bf16" and variant.side in TORCHREC
-                ratio = variant.ratio_to.get(own)
-                if ratio is None or not (variant.name.endswith(precision) or known_to_all):
+                known_to_all = own.precision == "bf16" and variant.side in TORCHREC
+                ratio = variant.ratio_to.get(own.name)
+                if ratio is None or not (variant.precision == own.precision or known_to_all):
                     continue
                 if variant.side == FLOOR:
                     inverse = Spread(1 / ratio.median, 1 / ratio.greatest, 1 / ratio.least)
@@ -107,7 +119,24 @@ class Comparison:
                 else:
                     parts.append(f"{ratio.text(2)} times as fast as {variant.name}")
             if parts:
-                lines.append(f"{own} is " + ";\n    ".join(parts))
+                lines.append(f"{own.name} is " + ";\n    ".join(parts))
+        return lines
+
+    def notes(self) -> list[str]:
+        """What a reader of the table should know."""
+        known = next((v for v in self.variants if v.logloss is not None), None)
+        if known is None or known.logloss is None or known.logloss_start is None:
+            return []
+        lines = [
+            f"log loss: before training {known.logloss_start:.5f}; all sides within "
+            f"{self.logloss_tolerance:g} of each other (bf16: {BF16_FACTOR} times that), or it is "
+            "an error"
+        ]
+        if abs(known.logloss - known.logloss_start) < 10 * self.logloss_tolerance:
+            lines.append(
+                "note: training has hardly moved the log loss, so that it agrees says little; "
+                "raise bench.steps"
+            )
         return lines
 
     def _best_of_each(self) -> list[VariantSummary]:
@@ -120,10 +149,9 @@ class Comparison:
             if variant.side not in TORCHREC:
                 chosen.append(variant)
                 continue
-            precision = variant.name.rpartition(" ")[2]
-            known = best.get(precision)
+            known = best.get(variant.precision)
             if known is None or variant.step_ms.median < _median(known):
-                best[precision] = variant
+                best[variant.precision] = variant
         return [*best.values(), *chosen]
 
     def as_dict(self) -> dict[str, Any]:
@@ -131,6 +159,7 @@ class Comparison:
         return {
             "variants": [variant.as_dict() for variant in self.variants],
             "claims": [line.replace("\n    ", " ") for line in self.claims()],
+            "notes": self.notes(),
             "problems": self.problems,
         }
 
@@ -148,7 +177,7 @@ def compare(
         variants: what was to be measured, in the order of the table.
         measurements: in any order; a variant that failed in any turn has failed.
         world_size: number of ranks.
-        logloss_tolerance: how far the log losses of one turn may lie apart.
+        logloss_tolerance: how far the log losses of one turn may lie apart, in fp32.
     """
     failed = {m.variant: m.failure for m in measurements if m.failure is not None}
     turns: dict[Variant, list[Measurement]] = {variant: [] for variant in variants}
@@ -160,16 +189,17 @@ def compare(
     summaries = []
     for variant in variants:
         if not step_ms[variant]:
-            summaries.append(VariantSummary(variant.name, variant.side, None))
+            summaries.append(VariantSummary(variant.side, variant.precision, None))
             continue
         losses = [m.figures["logloss"] for m in turns[variant]]
         summaries.append(
             VariantSummary(
-                variant.name,
                 variant.side,
+                variant.precision,
                 Spread.of(step_ms[variant]),
                 {o.name: Spread.of(ratios(step_ms[variant], step_ms[o])) for o in own},
                 None if None in losses else statistics.median(losses),
+                turns[variant][0].figures["logloss_start"],
                 statistics.median(
                     m.figures["bytes_sent_per_step_and_rank"] for m in turns[variant]
                 ),
@@ -178,13 +208,13 @@ def compare(
         )
     problems = [f"{variant.name} failed: {reason}" for variant, reason in failed.items()]
     problems += _disagreements(turns, logloss_tolerance)
-    return Comparison(world_size, summaries, problems)
+    return Comparison(world_size, summaries, problems, logloss_tolerance)
 
 
 def _disagreements(turns: dict[Variant, list[Measurement]], tolerance: float) -> list[str]:
-    """Log losses too far from those of the first variant that has one, which is ours by default."""
+    """Log losses too far from those of the first variant that has any, which is ours by default."""
     with_model = {
-        variant: [float(m.figures["logloss"]) for m in found]
+        variant: found
         for variant, found in turns.items()
         if found and all(m.figures["logloss"] is not None for m in found)
     }
@@ -193,12 +223,18 @@ def _disagreements(turns: dict[Variant, list[Measurement]], tolerance: float) ->
     first, *others = with_model
     problems = []
     for variant in others:
-        apart = max(abs(a - b) for a, b in zip(with_model[variant], with_model[first], strict=True))
-        if not apart <= tolerance:
-            problems.append(
-                f"{variant.name} has trained another model than {first.name}: their log losses are "
-                f"{apart:.5f} apart, allowed are {tolerance:g} (bench.logloss_tolerance)"
+        allowed = tolerance * (BF16_FACTOR if "bf16" in (variant.precision, first.precision) else 1)
+        for key, when in (("logloss_start", "before training"), ("logloss", "after training")):
+            apart = max(
+                abs(float(a.figures[key]) - float(b.figures[key]))
+                for a, b in zip(with_model[variant], with_model[first], strict=True)
             )
+            if not apart <= allowed:
+                problems.append(
+                    f"{variant.name} is another model than {first.name} {when}: their log losses "
+                    f"are {apart:.5f} apart, allowed are {allowed:g} (bench.logloss_tolerance)"
+                )
+                break
     return problems
 
 

@@ -89,6 +89,7 @@ def measure_rank(context: WorkerContext, task: SideTask) -> dict[str, Any]:
     context.heartbeat.beat(0, "build")
     with builder(task.side)(context, task, dataset, batches) as side:
         built_s = time.perf_counter()
+        started = _evaluate(context, side, eval_batches)
         step_ms: list[float] = []
         sent = _SentBytes(context)
         for number in range(num_steps):
@@ -112,6 +113,7 @@ def measure_rank(context: WorkerContext, task: SideTask) -> dict[str, Any]:
             "step_ms": [round(ms, 3) for ms in measured],
             "logloss": None if evaluated is None else evaluated.logloss,
             "auc": None if evaluated is None else evaluated.auc,
+            "logloss_start": None if started is None else started.logloss,
             "eval_samples": 0 if evaluated is None else evaluated.num_samples,
             "bytes_sent_per_step_and_rank": sent_bytes,
             "num_threads": torch.get_num_threads(),

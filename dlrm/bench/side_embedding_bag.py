@@ -141,7 +141,6 @@ class EmbeddingBagSide:
 
     def end_training(self) -> None:
         """See `measure.Side`."""
-        self._model.eval()
 
     def logits(self, batch: Batch) -> Tensor:
         """See `measure.Side`."""

@@ -152,7 +152,6 @@ class TorchRecSide:
         """See `measure.Side`."""
         if self._pipeline is not None:
             self._pipeline.detach()
-        self._model.eval()
 
     def logits(self, batch: Batch) -> Tensor:
         """See `measure.Side`."""

@@ -18,37 +18,31 @@ def print_comparison(comparison: Comparison, console: Console | None = None) -> 
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
     for column in _columns(comparison):
         table.add_column(column.header, justify=column.justify, no_wrap=True)
+    precision = ""
     for variant in comparison.variants:
+        if variant.precision != precision:
+            precision = variant.precision
+            table.add_row(precision, style="bold")
         table.add_row(*_cells(comparison, variant))
     console.print()
     console.print(table)
-    for line in [*comparison.claims(), *comparison.problems]:
+    for line in [*comparison.notes(), *comparison.claims(), *comparison.problems]:
         console.print(line, markup=False, highlight=False)
 
 
-def headings(comparison: Comparison) -> list[str]:
-    """The columns' names."""
-    return [str(column.header) for column in _columns(comparison)]
-
-
-def rows(comparison: Comparison) -> list[list[str]]:
-    """The cells of all rows."""
-    return [_cells(comparison, variant) for variant in comparison.variants]
-
-
 def _columns(comparison: Comparison) -> list[Column]:
-    names = ["step ms", *(f"/ {own}" for own in comparison.own_names()), "log loss"]
+    names = ["step ms", *(f"/ {own.name}" for own in comparison.own()), "log loss"]
     if comparison.world_size > 1:
-        names.append("MB sent")
+        names.append("MB/step")
     return [Column("side"), *(Column(name, justify="right") for name in names)]
 
 
 def _cells(comparison: Comparison, variant: VariantSummary) -> list[str]:
-    own_names = comparison.own_names()
+    own_names = [own.name for own in comparison.own()]
     if variant.step_ms is None:
         blanks = len(own_names) + (2 if comparison.world_size > 1 else 1)
-        return [variant.name, "failed", *[""] * blanks]
-    cells = [variant.name, variant.step_ms.text(1)]
+        return [f"  {variant.side}", "failed", *[""] * blanks]
+    cells = [f"  {variant.side}", variant.step_ms.text(1 if variant.step_ms.greatest < 100 else 0)]
     for own in own_names:
         ratio = variant.ratio_to.get(own)
         cells.append("" if ratio is None else ratio.text(2))

@@ -134,7 +134,8 @@ def _describe(config: BenchRun, dataset: PreparedDataset) -> str:
         f"bench   {config.launch.nproc} process(es), global batch {config.data.batch_size:,}, "
         f"{bench.bag_size} id(s) per bag, {bench.network}\n"
         f"model   {widths}, {len(dataset.manifest.table_rows)} tables with {rows:,} rows, {top}; "
-        f"{config.optim.sparse.name}\n"
+        f"{config.optim.sparse.name}, lr {config.optim.sparse.lr:g}, dense "
+        f"{config.optim.dense.name}, lr {config.optim.dense.lr:g}\n"
         f"steps   {bench.warmup_steps} to warm up, {bench.steps} measured, {bench.repeats} turns; "
         "batches are in memory: the loader isn't measured"
     )

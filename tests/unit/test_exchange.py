@@ -210,7 +210,7 @@ def test_collectives_of_a_step_are_as_budgeted(layout: str, name: Any) -> None:
     )
     for history in ranks:
         found = dict(history.num_collectives)
-        dense = found.pop("dense")
+        dense = found.pop("replicas")
         squares = 7 if splits_columns and name == "rowwise_adagrad" else 0
         phases = {"counts": 7, "ids": 7, "rows": 7, "grads": 7, "squares": squares}
         assert {kind: count for kind, count in found.items() if count} == {
@@ -405,10 +405,10 @@ def test_the_way_that_replicas_take_is_the_one_that_sends_less(
                 force(patch, is_dense)
                 step = partial(one_step, model=model, plan=plan, parts=[part] * 5, wire=wire)
                 sent = run_ranks(5, step)
-            kinds = ("ids", "rows", "grads", "dense")
+            kinds = ("ids", "rows", "grads", "replicas")
             totals[is_dense] = sum(rank[kind] for rank in sent for kind in kinds)
             if is_dense is None:
-                taken.add(sent[0]["dense"] > 0)
+                taken.add(sent[0]["replicas"] > 0)
         assert totals[None] == min(totals[True], totals[False]), (num_ids, totals)
     assert taken == {True, False}, "the batches lie on both sides of the crossover"
 
@@ -432,7 +432,7 @@ def test_gathered_gradients_of_replicas_go_to_every_rank() -> None:
         assert sent[rank]["grads"] == 2 * 4 * sum(dims[name] for name, _ in rows)
         assert sent[rank]["rows"] == 0
         matrices = sum(t.rows * (t.dim + 1) * 4 for t in TABLES if t.name not in gathered)
-        assert sent[rank]["dense"] == 2 * 2 * matrices // 3
+        assert sent[rank]["replicas"] == 2 * 2 * matrices // 3
 
 
 @pytest.mark.parametrize("is_dense", [True, False])
@@ -446,7 +446,7 @@ def test_both_ways_of_summing_replicas_equal_the_oracle(
     plan = plan_of("mixed", 3, "mixed")
     ranks = run_ranks(3, lambda comm: train(comm, model_with(name, 0.02), plan, batches))
     assert_equal_runs(ranks, reference)
-    assert ranks[0].num_collectives["dense"] == (14 if is_dense else 0)
+    assert ranks[0].num_collectives["replicas"] == (14 if is_dense else 0)
 
 
 @pytest.mark.parametrize("is_dense", [True, False, None])
