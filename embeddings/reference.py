@@ -135,7 +135,7 @@ class RowWiseAdagrad(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update each touched row, one at a time."""
+        """Update the touched rows."""
         for group in self.param_groups:
             for weight_RD in group["params"]:
                 if weight_RD.grad is None:
@@ -143,11 +143,11 @@ class RowWiseAdagrad(torch.optim.Optimizer):
                 state = self.state[weight_RD]
                 if not state:
                     state["sum"] = weight_RD.new_zeros(weight_RD.shape[0], 1)
-                grad = weight_RD.grad.coalesce()
-                for row, grad_D in zip(grad.indices()[0].tolist(), grad.values(), strict=True):
-                    state["sum"][row] += (grad_D * grad_D).mean()
-                    step_size = group["lr"] / (state["sum"][row].sqrt() + group["eps"])
-                    weight_RD[row] -= step_size * grad_D
+                grad = weight_RD.grad.coalesce()  # Each touched row once, its duplicates summed.
+                rows_K, grads_KD = grad.indices()[0], grad.values()
+                state["sum"][rows_K] += (grads_KD * grads_KD).mean(dim=1, keepdim=True)
+                step_size_K1 = group["lr"] / (state["sum"][rows_K].sqrt() + group["eps"])
+                weight_RD[rows_K] -= step_size_K1 * grads_KD
 
 
 def _build_optimizer(

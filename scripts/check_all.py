@@ -214,7 +214,7 @@ def show(
         grid.add_column(head, no_wrap=True)
     for row in rows:
         grid.add_row(row, *(cells.get((row, column), "") for column in columns))
-    Console(width=120).print(grid)
+    Console(width=100).print(grid)
 
 
 def main() -> None:
@@ -248,10 +248,11 @@ def main() -> None:
                 (faults if case.task.config.check.mutate else layouts)[case.row, column] = cell
             seconds = time.perf_counter() - start
             print(f"{world_size} ranks: {len(cases)} checks in {seconds:.0f} s", flush=True)
-    by_optimizer = [f"{ranks} {name}" for ranks in options.ranks for name in options.optimizers]
     rows = list(dict.fromkeys(row for row, _ in layouts))
-    show("worst difference, as a share of what is allowed", layouts, rows, by_optimizer)
-    print()
+    for ranks in options.ranks:
+        title = f"{ranks} ranks: worst difference, as a share of what is allowed"
+        show(title, layouts, rows, [f"{ranks} {name}" for name in options.optimizers])
+        print()
     show(
         "planted faults: the passes that find them",
         faults,

@@ -54,7 +54,9 @@ class Noting:
         self.events: list[tuple[str, int]] = []
         self.weights: list[float | None] = []
 
-    def begin_plan(self, ids: JaggedIds, *, weight_sum: float | None = None) -> Any:
+    def begin_plan(
+        self, ids: JaggedIds, *, weight_sum: float | None = None, first_sample: int = 0
+    ) -> Any:
         number = int(ids.values_L[0]) if ids.values_L.numel() else -1
         self.weights.append(weight_sum)
         self.events.append(("counts", number))

@@ -72,6 +72,7 @@ RESULT_TYPES: dict[str, Any] = {
     "versions": {"torch": str, "numpy": str, "pyarrow": str, "hydra-core": str},
     "config_digest": str,
     "plan_digest": str,
+    "plan_reasons": {"C1": str},
     "model_digest": str,
     "data": {
         "name": str,
@@ -102,6 +103,7 @@ RESULT_TYPES: dict[str, Any] = {
         "collectives_per_step": Number,
         "dense_collectives_per_step": Number,
         "bytes_sent_per_step": {"ids": Number, "rows": Number, "grads": Number, "dense": Number},
+        "bytes_sent_per_step_max_rank": {"ids": Number, "rows": Number, "grads": Number},
         "imbalance": Number,
     },
     "memory": {
