@@ -7,6 +7,7 @@ import argparse
 import difflib
 import os
 import re
+import shlex
 import sys
 import traceback
 import warnings
@@ -205,10 +206,20 @@ def _dispatch(verb: str, config: Any, text: str, run_dir: Path, is_sweep: bool) 
     if verb == "bench":
         from dlrm.bench.run import run_bench
 
-        return run_bench(config, text, run_dir)
+        return run_bench(config, text, run_dir, _command_of_job())
     from dlrm.score import run_evaluate, run_predict
 
     return (run_evaluate if verb == "evaluate" else run_predict)(config, run_dir)
+
+
+def _command_of_job() -> str:
+    """`dlrm bench train …` as one would type it for this job alone; without its folder."""
+    from hydra.core.hydra_config import HydraConfig
+
+    overrides = HydraConfig.get().overrides.task
+    kinds = [text.removeprefix("kind=") for text in overrides if text.startswith("kind=")]
+    others = [text for text in overrides if not text.startswith("kind=")]
+    return shlex.join(["dlrm", "bench", *kinds, *others])
 
 
 def _fail(message: str, status: int) -> int:

@@ -29,6 +29,7 @@ from dlrm.config import CheckRun
 from dlrm.datasets import open_dataset
 from dlrm.display import PrepareDisplay
 from dlrm.launch import WorkerContext, launch, single_process
+from dlrm.memory import available_bytes
 from dlrm.planning import make_plan
 from dlrm.run_folder import NOT_FINISHED, RunFolder
 from dlrm.train import versions
@@ -163,7 +164,7 @@ def prepare_check(config: CheckRun, dataset: PreparedDataset, plan: Plan) -> Non
         table_bytes = table.rows * width * _FP64_BYTES
         reference_bytes += table_bytes
         sharded_bytes += table_bytes * (plan.world_size if plan.is_replicated(table.name) else 1)
-    available = _available_bytes()
+    available = available_bytes()
     if available is not None and reference_bytes + sharded_bytes > available:
         gib = 2**30
         raise UserError(
@@ -257,15 +258,3 @@ def verdict(config: CheckRun, passes: list[PassResult]) -> None:
             f"{config.check.steps} steps: raise check.steps, or choose a configuration in which "
             "the fault has an effect"
         )
-
-
-def _available_bytes() -> int | None:
-    """Memory that this machine can give; None where it doesn't tell."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    for line in lines:
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return None

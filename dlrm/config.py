@@ -247,7 +247,7 @@ class BenchConfig:
     logloss_tolerance: float = 0.001
     """How far the sides' log losses may lie apart in fp32; three times that in bf16."""
     network: str = "loopback"
-    """What joins the processes."""
+    """What joins the processes; only `loopback` is built so far."""
 
     def __post_init__(self) -> None:
         for name in ("steps", "repeats", "bag_size", "eval_samples"):
@@ -260,6 +260,15 @@ class BenchConfig:
         for precision in self.precisions or []:
             if precision not in ("fp32", "bf16"):
                 raise UserError(f"bench.precisions: {precision}: must be fp32 or bf16")
+        for name in ("sides", "precisions"):
+            given = getattr(self, name)
+            if given is not None and (not given or len(set(given)) < len(given)):
+                raise UserError(f"bench.{name}={given}: name at least one, and each once")
+        if self.network != "loopback":
+            raise UserError(
+                f"bench.network={self.network}: other networks than loopback aren't built yet. "
+                "Set bench.network=loopback"
+            )
 
 
 BENCH_KINDS = ("train",)

@@ -12,6 +12,24 @@ from data.errors import UserError
 from data.parquet import Order, PreparedDataset
 
 
+def check_batches(dataset: PreparedDataset, part: str, *, batch_size: int, bag_size: int) -> None:
+    """Refuses data that `memory_batches` can't make batches of.
+
+    Raises:
+        UserError: where the part has no full batch, or its bags can't be joined.
+    """
+    if dataset.num_rows(part) < batch_size:
+        raise UserError(
+            f"data.batch_size={batch_size}: the {part} part of the data has only "
+            f"{dataset.num_rows(part):,} rows; lower it or choose other data"
+        )
+    if bag_size > 1 and any(f.is_list or f.bag_weights is not None for f in dataset.features):
+        raise UserError(
+            f"bench.bag_size={bag_size} joins bags of one id, but these data have others: set "
+            "bench.bag_size=1"
+        )
+
+
 def memory_batches(
     dataset: PreparedDataset,
     part: str,
@@ -37,13 +55,9 @@ def memory_batches(
         world_size: number of ranks.
 
     Raises:
-        UserError: where the part has no full batch, or its bags can't be joined.
+        UserError: as `check_batches` does.
     """
-    if dataset.num_rows(part) < batch_size:
-        raise UserError(
-            f"data.batch_size={batch_size}: the {part} part of the data has only "
-            f"{dataset.num_rows(part):,} rows; lower it or choose other data"
-        )
+    check_batches(dataset, part, batch_size=batch_size, bag_size=bag_size)
 
     def full_batches() -> Iterator[Batch]:
         epoch = 0
@@ -63,11 +77,7 @@ def _join_bags(batches: list[Batch]) -> Batch:
     first = batches[0]
     if len(batches) == 1:
         return first
-    if not all(b.ids.is_one_hot and b.ids.weights_L is None for b in batches):
-        raise UserError(
-            f"bench.bag_size={len(batches)} joins bags of one id, but these data have others: "
-            "set bench.bag_size=1"
-        )
+    assert all(b.ids.is_one_hot and b.ids.weights_L is None for b in batches)
     values_L = torch.stack([b.ids.values_L for b in batches], dim=1).reshape(-1)
     offsets = torch.arange(0, values_L.numel() + 1, len(batches))
     ids = JaggedIds(values_L, offsets, first.ids.num_features)

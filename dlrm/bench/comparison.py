@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dlrm.bench.ratios import Spread, ratios
@@ -51,6 +51,9 @@ class VariantSummary:
         precision: its precision.
         step_ms: of each turn's median step; None where it failed.
         ratio_to: its time over that of each variant of this system, turn by turn.
+        torchrec: the fastest variant of TorchRec in the same precision, by name.
+        torchrec_ratio: the time of that variant over its own, turn by turn: how many times as fast
+            as TorchRec it is.
         logloss: after training, median over the turns; None of what has no model.
         logloss_start: before training.
         sent_bytes: per step and rank, median over the turns.
@@ -61,6 +64,8 @@ class VariantSummary:
     precision: str
     step_ms: Spread | None
     ratio_to: dict[str, Spread] = field(default_factory=dict)
+    torchrec: str | None = None
+    torchrec_ratio: Spread | None = None
     logloss: float | None = None
     logloss_start: float | None = None
     sent_bytes: float | None = None
@@ -75,8 +80,14 @@ class VariantSummary:
         """For JSON."""
         return {
             "name": self.name,
+            "side": self.side,
+            "precision": self.precision,
             "step_ms": None if self.step_ms is None else self.step_ms.as_dict(),
             "ratio_to": {name: ratio.as_dict() for name, ratio in self.ratio_to.items()},
+            "torchrec": self.torchrec,
+            "torchrec_ratio": (
+                None if self.torchrec_ratio is None else self.torchrec_ratio.as_dict()
+            ),
             "logloss": self.logloss,
             "logloss_start": self.logloss_start,
             "bytes_sent_per_step_and_rank": self.sent_bytes,
@@ -141,18 +152,10 @@ class Comparison:
 
     def _best_of_each(self) -> list[VariantSummary]:
         """TorchRec's fastest plan in each precision, and every other peer."""
-        chosen: list[VariantSummary] = []
-        best: dict[str, VariantSummary] = {}
-        for variant in self.variants:
-            if variant.side == OWN or variant.step_ms is None:
-                continue
-            if variant.side not in TORCHREC:
-                chosen.append(variant)
-                continue
-            known = best.get(variant.precision)
-            if known is None or variant.step_ms.median < _median(known):
-                best[variant.precision] = variant
-        return [*best.values(), *chosen]
+        others = [
+            v for v in self.variants if v.step_ms is not None and v.side not in (OWN, *TORCHREC)
+        ]
+        return [*_best_torchrec(self.variants).values(), *others]
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -198,17 +201,56 @@ def compare(
                 variant.precision,
                 Spread.of(step_ms[variant]),
                 {o.name: Spread.of(ratios(step_ms[variant], step_ms[o])) for o in own},
-                None if None in losses else statistics.median(losses),
-                turns[variant][0].figures["logloss_start"],
-                statistics.median(
+                logloss=None if None in losses else statistics.median(losses),
+                logloss_start=turns[variant][0].figures["logloss_start"],
+                sent_bytes=statistics.median(
                     m.figures["bytes_sent_per_step_and_rank"] for m in turns[variant]
                 ),
-                turns[variant][0].figures["note"],
+                note=turns[variant][0].figures["note"],
             )
         )
+    summaries = _beside_torchrec(summaries, step_ms)
     problems = [f"{variant.name} failed: {reason}" for variant, reason in failed.items()]
+    problems += _unequal_threads(turns)
     problems += _disagreements(turns, logloss_tolerance)
     return Comparison(world_size, summaries, problems, logloss_tolerance)
+
+
+def _best_torchrec(variants: Iterable[VariantSummary]) -> dict[str, VariantSummary]:
+    """TorchRec's fastest plan in each precision that it was measured in."""
+    best: dict[str, VariantSummary] = {}
+    for variant in variants:
+        if variant.side not in TORCHREC or variant.step_ms is None:
+            continue
+        known = best.get(variant.precision)
+        if known is None or variant.step_ms.median < _median(known):
+            best[variant.precision] = variant
+    return best
+
+
+def _beside_torchrec(
+    summaries: list[VariantSummary], step_ms: dict[Variant, list[float]]
+) -> list[VariantSummary]:
+    """The same rows with their ratio to the best of TorchRec."""
+    best = _best_torchrec(summaries)
+    found = []
+    for summary in summaries:
+        peer = best.get(summary.precision)
+        if peer is not None and summary.step_ms is not None:
+            of_both = (step_ms[Variant(s.side, s.precision)] for s in (peer, summary))
+            ratio = Spread.of(ratios(*of_both))
+            summary = replace(summary, torchrec=peer.name, torchrec_ratio=ratio)
+        found.append(summary)
+    return found
+
+
+def _unequal_threads(turns: dict[Variant, list[Measurement]]) -> list[str]:
+    """Sides that ran with other threads than the first: their times mean nothing together."""
+    threads = {v: m.figures["num_threads"] for v, found in turns.items() for m in found}
+    if len(set(threads.values())) < 2:
+        return []
+    each = ", ".join(f"{variant.name} {number}" for variant, number in threads.items())
+    return [f"the sides ran with different numbers of threads: {each}"]
 
 
 def _disagreements(turns: dict[Variant, list[Measurement]], tolerance: float) -> list[str]:
@@ -225,14 +267,12 @@ def _disagreements(turns: dict[Variant, list[Measurement]], tolerance: float) ->
     for variant in others:
         allowed = tolerance * (BF16_FACTOR if "bf16" in (variant.precision, first.precision) else 1)
         for key, when in (("logloss_start", "before training"), ("logloss", "after training")):
-            apart = max(
-                abs(float(a.figures[key]) - float(b.figures[key]))
-                for a, b in zip(with_model[variant], with_model[first], strict=True)
-            )
-            if not apart <= allowed:
+            pairs = zip(with_model[variant], with_model[first], strict=True)
+            apart = [abs(float(a.figures[key]) - float(b.figures[key])) for a, b in pairs]
+            if not all(distance <= allowed for distance in apart):  # NaN is beyond every limit.
                 problems.append(
                     f"{variant.name} is another model than {first.name} {when}: their log losses "
-                    f"are {apart:.5f} apart, allowed are {allowed:g} (bench.logloss_tolerance)"
+                    f"are {max(apart):.5f} apart, allowed are {allowed:g} (bench.logloss_tolerance)"
                 )
                 break
     return problems

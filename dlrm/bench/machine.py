@@ -16,6 +16,17 @@ import torch
 
 from dlrm.train import versions
 
+_VARIABLES = (
+    "OMP_NUM_THREADS",
+    "OMP_WAIT_POLICY",
+    "GOMP_SPINCOUNT",
+    "MKL_NUM_THREADS",
+    "MALLOC_MMAP_THRESHOLD_",
+    "LD_PRELOAD",
+    "GLOO_SOCKET_IFNAME",
+)
+"""Environment variables that change how fast all sides are."""
+
 
 def describe_machine() -> dict[str, Any]:
     """Processor, cores and memory that this process may use."""
@@ -29,7 +40,7 @@ def describe_machine() -> dict[str, Any]:
 
 
 def provenance() -> dict[str, Any]:
-    """Machine, versions, time and commit."""
+    """Machine, environment, versions, time and commit."""
     found = versions() | {"python": platform.python_version()}
     with contextlib.suppress(PackageNotFoundError):
         found["torchrec"] = version("torchrec")
@@ -37,6 +48,7 @@ def provenance() -> dict[str, Any]:
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "commit": commit(),
         "machine": describe_machine(),
+        "environment": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
         "versions": found,
     }
 

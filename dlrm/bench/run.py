@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dlrm.bench.machine import provenance
-from dlrm.bench.train_bench import bench_train
+from dlrm.bench.train_bench import MEASUREMENTS, bench_train
 from dlrm.config import BenchRun
 from dlrm.run_folder import NOT_FINISHED, RunFolder
 
@@ -18,7 +18,11 @@ class BenchFailed(RuntimeError):
 
 
 def run_bench(
-    config: BenchRun, config_yaml: str, run_dir: Path, say: Callable[[str], None] = print
+    config: BenchRun,
+    config_yaml: str,
+    run_dir: Path,
+    command: str,
+    say: Callable[[str], None] = print,
 ) -> dict[str, Any]:
     """Measures what `kind` says; returns what result.json holds.
 
@@ -26,6 +30,7 @@ def run_bench(
         config: the checked configuration.
         config_yaml: the same as text, for the run folder.
         run_dir: the output folder.
+        command: what the user typed, for result.json.
         say: prints for the user.
 
     Raises:
@@ -33,10 +38,13 @@ def run_bench(
         UserError: for what can't be measured.
     """
     folder = RunFolder(run_dir, overwrite=config.train.overwrite)
+    # Of a run that was here before, where the folder may be used again.
+    (folder.path / MEASUREMENTS).unlink(missing_ok=True)
     folder.write_text("config.yaml", config_yaml)
     result: dict[str, Any] = {
         "status": NOT_FINISHED,
         "kind": config.kind,
+        "command": command,
         "world_size": config.launch.nproc,
         "seed": config.seed,
         "config_digest": hashlib.sha256(config_yaml.encode()).hexdigest(),

@@ -8,6 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, cast
 
 from data.errors import UserError
+from data.manifest import Manifest
 from dlrm.config import BenchRun
 from dlrm.memory import available_bytes
 from embeddings.row_optim import RowOptimizerConfig, RowOptimizerName, state_widths
@@ -64,8 +65,6 @@ def check_sides(config: BenchRun, sides: list[str]) -> None:
     unknown = [side for side in sides if side not in SIDES]
     if unknown:
         raise UserError(f"bench.sides: no side {unknown[0]}; there are {', '.join(SIDES)}")
-    if len(set(sides)) < len(sides) or not sides:
-        raise UserError(f"bench.sides={sides}: name at least one side, and each once")
     peers = [side for side in sides if side not in (OWN, FLOOR)]
     if not peers:
         return
@@ -92,6 +91,32 @@ def check_sides(config: BenchRun, sides: list[str]) -> None:
         )
     if any(side in TORCHREC for side in sides):
         _check_torchrec(config, sides)
+
+
+def check_data(manifest: Manifest, sides: list[str]) -> None:
+    """Refuses data that the peers aren't built for: they would train another model.
+
+    Raises:
+        UserError: naming what it is.
+    """
+    peers = [side for side in sides if side not in (OWN, FLOOR)]
+    if not peers:
+        return
+    features, schema = manifest.features, manifest.schema
+    pooling: dict[str, set[str]] = {}
+    for feature in features:
+        pooling.setdefault(feature.table, set()).add(feature.pooling)
+    for has_it, what in (
+        (schema.example_weight is not None, "example weights"),
+        (any(f.bag_weights is not None for f in features), "bag weights"),
+        (any(len(kinds) > 1 for kinds in pooling.values()), "a table pooled in two ways"),
+        (not manifest.dense_columns, "no dense features"),
+    ):
+        if has_it:
+            raise UserError(
+                f"the data have {what}, which the peers {', '.join(peers)} aren't built for here; "
+                f"choose other data (data=synthetic_full), or leave them out of bench.sides"
+            )
 
 
 def check_memory(config: BenchRun, sides: list[str], tables: Sequence[TableConfig]) -> None:

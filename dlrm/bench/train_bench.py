@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,19 +12,23 @@ from typing import Any
 
 from data.errors import UserError
 from data.parquet import PreparedDataset
+from dlrm.bench.batches import check_batches
 from dlrm.bench.comparison import Comparison, Measurement, Variant, compare
 from dlrm.bench.measure import SideTask, measure_rank
-from dlrm.bench.sides import check_memory, check_sides, default_sides
+from dlrm.bench.sides import check_data, check_memory, check_sides, default_sides
 from dlrm.bench.table import print_comparison
 from dlrm.blame import WorkersFailed
 from dlrm.build import build_tables
-from dlrm.config import BenchRun
+from dlrm.config import BenchRun, DataConfig, TrainConfig
 from dlrm.datasets import open_dataset
 from dlrm.display import PrepareDisplay
 from dlrm.launch import launch
 from dlrm.planning import load_table_stats, make_plan
 from dlrm.run_folder import RunFolder
 from embeddings.plan import Plan
+
+MEASUREMENTS = "measurements.jsonl"
+"""A line for each measurement, as soon as it is taken."""
 
 
 def bench_train(
@@ -35,19 +40,23 @@ def bench_train(
         UserError: for what can't be compared; nothing has been measured then.
     """
     bench = config.bench
+    _warn_of_ignored(config)
     variants = _variants(config)
     sides = list(dict.fromkeys(variant.side for variant in variants))
     check_sides(config, sides)
     with PrepareDisplay() as display:
         dataset = open_dataset(config.data, Path.cwd(), display)
-    dataset.check("train")
-    dataset.check("valid")
+    for part in ("train", "valid"):
+        dataset.check(part)
+        check_batches(dataset, part, batch_size=config.data.batch_size, bag_size=bench.bag_size)
+    check_data(dataset.manifest, sides)
     check_memory(config, sides, build_tables(config, dataset.manifest)[0])
     plan = plan_of(config, dataset)
     result["plan_digest"] = plan.digest()
     result["data"] = {"name": config.data.name, "digest": dataset.manifest.digest()}
     folder.write_text("plan.json", plan.to_json())
-    say(_describe(config, dataset))
+    result["description"] = _describe(config, dataset)
+    say("\n".join(f"{name:<8}{text}" for name, text in result["description"].items()))
     measurements: list[Measurement] = []
     num_all = bench.repeats * len(variants)
     for repeat in range(bench.repeats):
@@ -64,6 +73,8 @@ def bench_train(
         world_size=config.launch.nproc,
         logloss_tolerance=bench.logloss_tolerance,
     )
+    threads = (m.figures["num_threads"] for m in measurements if m.figures)
+    result["num_threads"] = next(threads, None)
     result["comparison"] = comparison.as_dict()
     print_comparison(comparison)
     return comparison.problems
@@ -77,6 +88,24 @@ def plan_of(config: BenchRun, dataset: PreparedDataset) -> Plan:
         for name, found in stats.items()
     }
     return make_plan(config, dataset, config.launch.nproc, stats=longer).plan
+
+
+def _warn_of_ignored(config: BenchRun) -> None:
+    """Warns of keys of `dlrm train` that have no meaning here, where they were changed: conf/ gives
+    them the values of their classes."""
+    names = "epochs", "max_steps", "eval_every", "evals_per_epoch", "checkpoint_every", "log_every"
+    ignored = [f"train.{n}" for n in names if getattr(config.train, n) != getattr(TrainConfig, n)]
+    ignored += [
+        f"data.{n}"
+        for n in ("shuffle", "eval_batch_size")
+        if getattr(config.data, n) != getattr(DataConfig, n)
+    ]
+    if ignored:
+        warnings.warn(
+            f"`dlrm bench` takes no notice of {', '.join(ignored)}: bench.steps, "
+            "bench.warmup_steps and bench.eval_samples say what is run, on shuffled data",
+            stacklevel=2,
+        )
 
 
 def _variants(config: BenchRun) -> list[Variant]:
@@ -114,11 +143,11 @@ def _append(folder: RunFolder, found: Measurement) -> None:
         **found.figures,
         "failure": found.failure,
     }
-    with open(folder.path / "measurements.jsonl", "a") as opened:
+    with open(folder.path / MEASUREMENTS, "a") as opened:
         opened.write(json.dumps(line) + "\n")
 
 
-def _describe(config: BenchRun, dataset: PreparedDataset) -> str:
+def _describe(config: BenchRun, dataset: PreparedDataset) -> dict[str, str]:
     bench, model = config.bench, config.model
     rows = sum(dataset.manifest.table_rows.values())
     widths = "-".join(
@@ -130,15 +159,15 @@ def _describe(config: BenchRun, dataset: PreparedDataset) -> str:
         )
     )
     top = "-".join(str(width) for width in (*model.top_mlp, 1))
-    return (
-        f"bench   {config.launch.nproc} process(es), global batch {config.data.batch_size:,}, "
-        f"{bench.bag_size} id(s) per bag, {bench.network}\n"
-        f"model   {widths}, {len(dataset.manifest.table_rows)} tables with {rows:,} rows, {top}; "
+    return {
+        "bench": f"{config.launch.nproc} process(es), global batch {config.data.batch_size:,}, "
+        f"{bench.bag_size} id(s) per bag, {bench.network}",
+        "model": f"{widths}, {len(dataset.manifest.table_rows)} tables with {rows:,} rows, {top}; "
         f"{config.optim.sparse.name}, lr {config.optim.sparse.lr:g}, dense "
-        f"{config.optim.dense.name}, lr {config.optim.dense.lr:g}\n"
-        f"steps   {bench.warmup_steps} to warm up, {bench.steps} measured, {bench.repeats} turns; "
-        "batches are in memory: the loader isn't measured"
-    )
+        f"{config.optim.dense.name}, lr {config.optim.dense.lr:g}",
+        "steps": f"{bench.warmup_steps} to warm up, {bench.steps} measured, {bench.repeats} turns; "
+        "batches are in memory: the loader isn't measured",
+    }
 
 
 def _describe_measurement(found: Measurement) -> str:

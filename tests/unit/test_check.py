@@ -448,11 +448,11 @@ def test_tables_that_do_not_fit_twice_are_refused(
     visits: PreparedDataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The message has the sizes and the keys; copies of a replicated table count each."""
-    monkeypatch.setattr("dlrm.check._available_bytes", lambda: 20_000)
+    monkeypatch.setattr("dlrm.check.available_bytes", lambda: 20_000)
     check_task(visits, 1, "row_wise", "kv", optimizers("adagrad"))
     with pytest.raises(UserError, match=r"model\.embedding_dim"):
         check_task(visits, 3, "replicated", "kv", optimizers("adagrad"))
-    monkeypatch.setattr("dlrm.check._available_bytes", lambda: None)
+    monkeypatch.setattr("dlrm.check.available_bytes", lambda: None)
     check_task(visits, 3, "replicated", "kv", optimizers("adagrad"))
 
 
