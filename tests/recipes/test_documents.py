@@ -13,7 +13,7 @@ from tests.commands import compose_config
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 COMMAND = re.compile(
-    r"dlrm (prepare|train|evaluate|predict)((?: +[^\s`|#]+=(?:\"[^\"]*\"|[^\s`|#]*))+)"
+    r"dlrm (prepare|train|check|evaluate|predict)((?: +[^\s`|#]+=(?:\"[^\"]*\"|[^\s`|#]*))+)"
 )
 
 
