@@ -56,6 +56,8 @@ dlrm bench train bench.sides=[dlrm,gemm_floor]            # without what isn't i
 
 # Keys of Hydra's own that hold text.
 _HYDRA_TEXT_KEYS = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir", "hydra.job.name")
+# Dictionaries whose entries users name; what may be new in them needs no `+`.
+_ENTRIES_BY_NAME = ("sharding.tables.", "model.table_dims.")
 _NUMBER_OR_BOOL = re.compile(
     r"[+-]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)(e[+-]?\d+)?|[+-]?(inf|nan)|true|false", re.IGNORECASE
 )
@@ -181,7 +183,8 @@ def _compose_and_run(verb: str, arguments: list[str]) -> int:
     jobs = Jobs(partial(_dispatch, verb), partial(_report, verb))
     # Hydra's parser wants all overrides side by side: `a=1 -m b=2,3` as `-m a=1 b=2,3`.
     arguments = sorted(arguments, key=lambda text: text not in ("-m", "--multirun"))
-    saved, sys.argv = sys.argv, [f"dlrm {verb}", *(_keep_text(verb, a) for a in arguments)]
+    prepared = [_keep_text(verb, add_entry(argument)) for argument in arguments]
+    saved, sys.argv = sys.argv, [f"dlrm {verb}", *prepared]
     try:
         hydra.main(version_base="1.3", config_path="pkg://conf", config_name=verb)(jobs)()
     finally:
@@ -225,6 +228,12 @@ def _command_of_job() -> str:
 def _fail(message: str, status: int) -> int:
     print(f"dlrm: {message}", file=sys.stderr)
     return status
+
+
+def add_entry(argument: str) -> str:
+    """An override of an entry by name, such as `sharding.tables.C1.layout=…`, in Hydra's form for
+    entries that may be new: without it every user would have to know when to write a `+`."""
+    return f"++{argument}" if argument.startswith(_ENTRIES_BY_NAME) else argument
 
 
 def _keep_text(verb: str, argument: str) -> str:

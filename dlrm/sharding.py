@@ -24,7 +24,7 @@ _WIRE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 @dataclass
 class TableShardingConfig:
-    """What holds for one table (`+sharding.tables.NAME.…`); null: as for all."""
+    """What holds for one table (`sharding.tables.NAME.…`); null: as for all."""
 
     layout: str | None = None
     """`table_wise`, `row_wise`, `column_wise`, `table_row_wise`, `replicated` or `auto`."""

@@ -22,7 +22,7 @@ from omegaconf import OmegaConf
 from data.parquet import PreparedDataset
 from data.prepare import RawInputs, prepare
 from data.schema import DenseColumn, RawFormat, Schema, SparseColumn, Split
-from dlrm.__main__ import run
+from dlrm.__main__ import add_entry, run
 from dlrm.config import TrainRun, register, to_config
 from dlrm.hydra_jobs import register_sweeper
 from dlrm.run_folder import RunFolder
@@ -270,4 +270,4 @@ def compose_config(verb: str, *overrides: str) -> Any:
     register()
     register_sweeper()
     with initialize_config_module("conf", version_base="1.3"):
-        return to_config(compose(verb, overrides=list(overrides)))
+        return to_config(compose(verb, overrides=[add_entry(o) for o in overrides]))

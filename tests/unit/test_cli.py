@@ -87,6 +87,15 @@ def test_effective_values_can_be_printed_without_a_run(
 # -------------------------------------------------------------------------- the user's mistakes: 2
 
 
+def test_entries_named_by_the_user_need_no_plus(capfd: pytest.CaptureFixture[str]) -> None:
+    """Tables are entries of dictionaries that are empty at first."""
+    given = ["sharding.tables.C3.layout=row_wise", "model.table_dims.C1=8", "--cfg", "job"]
+    assert dlrm("train", *given) == 0
+    shown = OmegaConf.create(capfd.readouterr().out)
+    assert shown.sharding.tables.C3.layout == "row_wise"
+    assert shown.model.table_dims.C1 == 8
+
+
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
@@ -94,7 +103,6 @@ def test_effective_values_can_be_printed_without_a_run(
         (["optim.sparse.lrr=1"], ["optim.sparse.lrr", "did you mean optim.sparse.lr"]),
         (["optim.dense.momentum=0.9"], ["optim.dense.momentum"]),  # B22
         (["+optim.dense.momentum=0.9"], ["optim.dense.momentum", "no such key"]),
-        (["model.table_dims.C1=8"], ["+model.table_dims.C1="]),
         (["optim.dense.lr=abc"], ["optim.dense.lr", "'abc'"]),
         (["data.batch_size=64.5"], ["data.batch_size", "64.5"]),
         (["data.batch_size=null"], ["data.batch_size"]),

@@ -91,10 +91,10 @@ def test_overrides_of_single_tables_compose() -> None:
     config = compose_config(
         "train",
         "sharding=table_wise",
-        "+sharding.tables.C1.layout=row_wise",
-        "+sharding.tables.C1.ranks=[1,0]",
-        "+sharding.tables.C2.exchange=pooled",
-        "+sharding.tables.C3={layout: replicated}",
+        "sharding.tables.C1.layout=row_wise",
+        "sharding.tables.C1.ranks=[1,0]",
+        "sharding.tables.C2.exchange=pooled",
+        "sharding.tables.C3={layout: replicated}",
     )
     assert config.sharding.layout == "table_wise"
     assert config.sharding.tables == {
@@ -106,7 +106,7 @@ def test_overrides_of_single_tables_compose() -> None:
     stored = OmegaConf.merge(OmegaConf.structured(TrainRun), OmegaConf.create(text))
     assert to_config(stored) == config  # type: ignore[arg-type]
     with pytest.raises(UserError, match=r"sharding.tables.C1.layuot: there is no such key"):
-        compose_config("train", "+sharding.tables.C1.layuot=row_wise")
+        compose_config("train", "sharding.tables.C1.layuot=row_wise")
 
 
 # ---------------------------------------------------------------------------------- the id counts
