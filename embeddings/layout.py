@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from embeddings.plan import Exchange, Plan
+from embeddings.plan import ExchangeName, Plan
 from embeddings.table import FeatureConfig, TableConfig
 from embeddings.table_group import ColumnRange, Piece, TableGroup
 
@@ -63,7 +63,7 @@ class KeySpace:
         slices: the lookups that lead here.
     """
 
-    exchange: Exchange
+    exchange: ExchangeName
     dim: int
     bases: Int64Array
     group_of_rank: tuple[int | None, ...]

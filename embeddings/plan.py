@@ -20,7 +20,7 @@ from embeddings.table import TableConfig
 FORMAT_VERSION = 1
 
 Memory = Literal["device", "host"]
-Exchange = Literal["pooled", "kv"]
+ExchangeName = Literal["pooled", "kv"]
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Plan:
 
     world_size: int
     shards: tuple[Shard, ...]
-    exchange: Mapping[str, Exchange]
+    exchange: Mapping[str, ExchangeName]
 
     def to_json(self) -> str:
         """The plan as JSON text, which `from_json` reads back to an equal plan."""
@@ -335,7 +335,7 @@ def _read_number(where: str, entry: Mapping[str, Any], name: str, *, minimum: in
 
 
 def _check_exchange(table: str, exchange: Any) -> None:
-    if exchange not in get_args(Exchange):
+    if exchange not in get_args(ExchangeName):
         raise ValueError(
             f"table {table!r}: exchange is {exchange!r}, must be 'pooled' or 'kv' "
             f"(sharding.exchange)"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from embeddings.plan import Exchange, Plan, Shard
+from embeddings.plan import ExchangeName, Plan, Shard
 from embeddings.plan_choice import (
     ExchangeChoice,
     Layout,
@@ -127,7 +127,7 @@ class _Builder:
             layouts[name], reasons[name] = layout, f"{layout}: {reason}"
 
         shards = self._place(layouts)
-        exchange: dict[str, Exchange] = {}
+        exchange: dict[str, ExchangeName] = {}
         for table in self.tables:
             layout, placed = layouts[table.name], shards[table.name]
             exchange[table.name], reason = self._exchange(table, layout, placed)
@@ -281,7 +281,7 @@ class _Builder:
 
     def _exchange(
         self, table: TableConfig, layout: Layout, shards: Sequence[Shard]
-    ) -> tuple[Exchange, str]:
+    ) -> tuple[ExchangeName, str]:
         """The exchange of a placed table, and why (nothing where it has no meaning)."""
         asked = self._asked_exchange(table)
         if self.world_size == 1 or layout == "replicated":

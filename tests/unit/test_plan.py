@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from embeddings.plan import Exchange, Plan, Shard, single_process_plan
+from embeddings.plan import ExchangeName, Plan, Shard, single_process_plan
 from embeddings.table import TableConfig
 from embeddings.table_group import local_groups
 
@@ -18,7 +18,7 @@ USER = TableConfig("user", rows=10, dim=8)
 ITEM = TableConfig("item", rows=4, dim=4)
 
 
-def plan_of(*shards: Shard, world_size: int = 2, exchange: Exchange = "kv") -> Plan:
+def plan_of(*shards: Shard, world_size: int = 2, exchange: ExchangeName = "kv") -> Plan:
     return Plan(world_size, shards, {shard.table: exchange for shard in shards})
 
 
