@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from dlrm.trainer import Trainer
+from embeddings.communicator import Deferred
 from embeddings.kv_gradients import KVGradients
-from embeddings.sharded import BatchPlan, PendingBackward, PendingLookup, ShardedEmbeddings
+from embeddings.sharded import BatchPlan, ShardedEmbeddings
 from embeddings.table_group import ColumnRange
 
 
@@ -89,8 +90,8 @@ class StepTap:
         self.pooled, self.pooled_grads = [], []
         self.kv_gradients, self.dense_gradients = [], []
 
-    def _watch_lookup(self, original: Callable[..., PendingLookup]) -> Callable[..., Any]:
-        def begin_lookup(plan: BatchPlan, **options: Any) -> PendingLookup:
+    def _watch_lookup(self, original: Callable[..., Deferred[Tensor]]) -> Callable[..., Any]:
+        def begin_lookup(plan: BatchPlan, **options: Any) -> Deferred[Tensor]:
             pending = original(plan, **options)
 
             def finish() -> Tensor:
@@ -98,12 +99,16 @@ class StepTap:
                 self.pooled.append(pooled_BS.detach().clone())
                 return pooled_BS
 
-            return PendingLookup(finish)
+            return Deferred(finish)
 
         return begin_lookup
 
-    def _watch_backward(self, original: Callable[..., PendingBackward]) -> Callable[..., Any]:
-        def begin_backward(plan: BatchPlan, grad_BS: Tensor, lr: float) -> PendingBackward:
+    def _watch_backward(
+        self, original: Callable[..., Deferred[list[KVGradients]]]
+    ) -> Callable[..., Any]:
+        def begin_backward(
+            plan: BatchPlan, grad_BS: Tensor, lr: float
+        ) -> Deferred[list[KVGradients]]:
             self.pooled_grads.append(grad_BS.detach().clone())
             return original(plan, grad_BS, lr)
 

@@ -19,14 +19,13 @@ from data.batch import JaggedIds
 from data.errors import UserError
 from dlrm.check_gather import replace_method
 from dlrm.pipeline import PlannedBatch, weight_sum
-from embeddings.communicator import Pending
+from embeddings.communicator import Deferred, Pending
 from embeddings.kv_gradients import KVGradients, sum_kv
 from embeddings.layout import FeatureSlice, KeySpace, build_key_spaces, split_row_stretches
 from embeddings.plan import Plan
 from embeddings.replicas import ReplicaCounts
 from embeddings.requests import Service
 from embeddings.row_optim import ROW_STATE, RowOptimizerName
-from embeddings.sharded import PendingBackward, PendingLookup
 from embeddings.table import FeatureConfig, TableConfig
 from embeddings.table_group import TableGroup, local_groups
 
@@ -203,15 +202,17 @@ def update_per_micro_batch(trainer: Trainer) -> None:
     """Rows are updated after every micro-batch instead of once with the sum of its gradients."""
     parts: list[list[KVGradients]] = []
 
-    def watch(original: Callable[..., PendingBackward]) -> Callable[..., PendingBackward]:
-        def begin_backward(*arguments: Any) -> PendingBackward:
+    def watch(
+        original: Callable[..., Deferred[list[KVGradients]]],
+    ) -> Callable[..., Deferred[list[KVGradients]]]:
+        def begin_backward(*arguments: Any) -> Deferred[list[KVGradients]]:
             pending = original(*arguments)
 
             def finish() -> list[KVGradients]:
                 parts.append(pending.finish())
                 return parts[-1]
 
-            return PendingBackward(finish)
+            return Deferred(finish)
 
         return begin_backward
 
@@ -270,10 +271,10 @@ def stale_rows(trainer: Trainer) -> None:
         finally:
             store._weights = current
 
-    def watch(original: Callable[..., PendingLookup]) -> Callable[..., PendingLookup]:
-        def begin_lookup(*arguments: Any, **options: Any) -> PendingLookup:
-            pending: PendingLookup = with_stale(lambda: original(*arguments, **options))
-            return PendingLookup(lambda: with_stale(pending.finish))
+    def watch(original: Callable[..., Deferred[Tensor]]) -> Callable[..., Deferred[Tensor]]:
+        def begin_lookup(*arguments: Any, **options: Any) -> Deferred[Tensor]:
+            pending: Deferred[Tensor] = with_stale(lambda: original(*arguments, **options))
+            return Deferred(lambda: with_stale(pending.finish))
 
         return begin_lookup
 

@@ -31,10 +31,10 @@ from dlrm.pipeline import Pipeline, PlannedBatch
 from dlrm.recorder import Recorder
 from dlrm.run_folder import RunFolder
 from dlrm.scoring import autocast, dense_input, evaluate
-from embeddings.communicator import Communicator, SingleProcess
+from embeddings.communicator import Communicator, Deferred, SingleProcess
 from embeddings.kv_gradients import KVGradients, sum_kv
 from embeddings.plan import Plan
-from embeddings.sharded import BatchPlan, PendingBackward
+from embeddings.sharded import BatchPlan
 
 
 class NonFiniteError(RuntimeError):
@@ -239,7 +239,7 @@ class Trainer:
             loss.backward()
             assert pooled_BS.grad is not None
             return self.embeddings.backward(plan, pooled_BS.grad, lr)
-        pending: list[PendingBackward] = []
+        pending: list[Deferred[list[KVGradients]]] = []
 
         def send_row_gradients(leaf: Tensor) -> None:
             # Within backward: what is left of it, the bottom MLP's, hides their way.

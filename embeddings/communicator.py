@@ -12,12 +12,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+T = TypeVar("T")
 # What counts as which of `bytes_sent_per_step` in result.json.
 KINDS = ("counts", "ids", "rows", "grads", "replicas", "squares", "norm", "dense", "other")
 
@@ -56,6 +57,21 @@ class Pending:
             self._finish()
             self._finish = None
         return self._values
+
+
+class Deferred(Generic[T]):
+    """What is worked out from values under way, once they are there.
+
+    Args:
+        finish: waits for them and works it out; called once.
+    """
+
+    def __init__(self, finish: Callable[[], T]) -> None:
+        self._finish = finish
+
+    def finish(self) -> T:
+        """The result."""
+        return self._finish()
 
 
 class Communicator(ABC):

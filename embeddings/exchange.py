@@ -11,14 +11,14 @@ One packed buffer per phase carries every table, whatever its layout and exchang
                            row. Where most rows of a replica are touched, its gradient is
                            all-reduced as a whole matrix instead, together with those like it
 
-`id_wire.py` and `value_wire.py` have the formats and sizes. What a `Pending…` object stands for
-travels between its making and its `finish`; counts and ids need nothing of the model and may travel
-during the previous step.
+`id_wire.py` and `value_wire.py` have the formats and sizes. What a `Pending…` or `Deferred` object
+stands for travels between its making and its `finish`; counts and ids need nothing of the model and
+may travel during the previous step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -29,7 +29,7 @@ from torch import Tensor
 
 from data.batch import JaggedIds
 from embeddings.bag_sum import bag_sum
-from embeddings.communicator import Buffers, Communicator, Pending
+from embeddings.communicator import Buffers, Communicator, Deferred, Pending
 from embeddings.id_wire import IdWire
 from embeddings.kv_gradients import KVGradients
 from embeddings.layout import KeySpace
@@ -176,8 +176,13 @@ class Exchange:
 
     # ------------------------------------------------------------------------------------ rows
 
-    def begin_rows(self, plan: ExchangePlan, store: RowStore) -> PendingVectors:
-        """Issues what was asked of this rank: `D` values for each vector of each service."""
+    def begin_rows(self, plan: ExchangePlan, store: RowStore) -> Deferred[list[Tensor]]:
+        """Issues what was asked of this rank: `D` values for each vector of each service.
+
+        Returns:
+            Finishes with the received vectors per key space, `(M, D)`; valid until the next rows
+            are sent.
+        """
         matrices = [
             None if service is None else self._serve(space, service, store)
             for space, service in zip(self._spaces, plan.services, strict=True)
@@ -186,7 +191,7 @@ class Exchange:
         pending = self._value_wire.begin(
             "rows", matrices, self._value_wire.sizes(plan.services), sizes_in
         )
-        return PendingVectors(lambda: self._value_wire.unpack(pending.wait(), sizes_in)[0])
+        return Deferred(lambda: self._value_wire.unpack(pending.wait(), sizes_in)[0])
 
     def _serve(self, space: KeySpace, service: Service, store: RowStore) -> Tensor:
         group = space.group_of_rank[self._comm.rank]
@@ -208,7 +213,7 @@ class Exchange:
         plan: ExchangePlan,
         space_grads: Sequence[Tensor],
         replica_grads: Sequence[KVGradients],
-    ) -> PendingGradients:
+    ) -> Deferred[list[KVGradients]]:
         """Issues the gradients of what was received: `D` values for each vector of each request,
         and for each touched row of a replica to every other rank.
 
@@ -216,6 +221,11 @@ class Exchange:
             plan: the batch.
             space_grads: per key space the gradient of `pool`'s result.
             replica_grads: this rank's gradients of replicas, one per group of them.
+
+        Returns:
+            Finishes with the sums over all ranks for the rows that this rank holds. A group may
+            have several, of disjoint keys: one for each exchange of its tables, and one for each
+            replica.
         """
         matrices = [
             bag_sum(grad.reshape(-1, space.dim), *request.vectors)
@@ -252,7 +262,7 @@ class Exchange:
             summed = self._replicas.sum_ranks(plan.replicas, own_rounded, received, dense)
             return gradients + summed
 
-        return PendingGradients(finish)
+        return Deferred(finish)
 
     def _replica_sizes(self, plan: ExchangePlan, num_own: int) -> tuple[list[int], list[int]]:
         """Gradient values of replicas, per rank: sent to it, received from it."""
@@ -326,26 +336,3 @@ class PendingPlan:
         """Waits for the ids that the other ranks sent."""
         assert self._ids is not None, "send_ids comes first"
         return self._exchange.read_ids(self._requests, self._touched, self._ids)
-
-
-class PendingVectors:
-    """Rows and pooled vectors under way."""
-
-    def __init__(self, finish: Callable[[], list[Tensor]]) -> None:
-        self._finish = finish
-
-    def finish(self) -> list[Tensor]:
-        """Per key space the received vectors, `(M, D)`; valid until the next rows are sent."""
-        return self._finish()
-
-
-class PendingGradients:
-    """Gradients under way."""
-
-    def __init__(self, finish: Callable[[], list[KVGradients]]) -> None:
-        self._finish = finish
-
-    def finish(self) -> list[KVGradients]:
-        """The sums over all ranks for the rows that this rank holds. A group may have several, of
-        disjoint keys: one for each exchange of its tables, and one for each replica."""
-        return self._finish()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from data.batch import JaggedIds
 from embeddings.bag_sum import bag_sum
-from embeddings.communicator import Communicator, SingleProcess
+from embeddings.communicator import Communicator, Deferred, SingleProcess
 from embeddings.exchange import Exchange, ExchangePlan, PendingPlan
 from embeddings.fused import FusedGroup, load_fbgemm, why_not_fused
 from embeddings.kv_gradients import KVGradients
@@ -273,7 +273,7 @@ class ShardedEmbeddings:
         """
         return self.begin_lookup(plan, training=training).finish()
 
-    def begin_lookup(self, plan: BatchPlan, *, training: bool = True) -> PendingLookup:
+    def begin_lookup(self, plan: BatchPlan, *, training: bool = True) -> Deferred[Tensor]:
         """As `lookup`, but returns with the rows under way."""
         pending = None
         if self._exchange is not None:
@@ -294,7 +294,7 @@ class ShardedEmbeddings:
                     parts.append((self._space_columns[index], pooled))
             return self._join_columns(plan.batch_size, parts).requires_grad_(training)
 
-        return PendingLookup(finish)
+        return Deferred(finish)
 
     def _lookup_group(self, index: int, group: GroupPlan) -> Tensor:
         """`(B, F·D)` of a local group's features."""
@@ -347,7 +347,9 @@ class ShardedEmbeddings:
         """
         return self.begin_backward(plan, grad_BS, lr).finish()
 
-    def begin_backward(self, plan: BatchPlan, grad_BS: Tensor, lr: float) -> PendingBackward:
+    def begin_backward(
+        self, plan: BatchPlan, grad_BS: Tensor, lr: float
+    ) -> Deferred[list[KVGradients]]:
         """As `backward`, but returns with the gradients under way."""
         expected = (plan.batch_size, self.feature_offsets[-1])
         assert grad_BS.shape == expected, f"gradient {tuple(grad_BS.shape)}, pooled {expected}"
@@ -362,11 +364,10 @@ class ShardedEmbeddings:
             elif columns or self._exchange is not None:
                 gradients.append(self._backward_group(index, plan.groups[index], group_grad_BS))
         if self._exchange is None:
-            return PendingBackward(lambda: gradients)
+            return Deferred(lambda: gradients)
         assert plan.exchange is not None
         space_grads = [self._take_columns(columns, grad_BS) for columns in self._space_columns]
-        pending = self._exchange.begin_grads(plan.exchange, space_grads, gradients)
-        return PendingBackward(pending.finish)
+        return self._exchange.begin_grads(plan.exchange, space_grads, gradients)
 
     def _backward_group(self, index: int, group: GroupPlan, grad_BS: Tensor) -> KVGradients:
         unique = group.unique
@@ -478,28 +479,6 @@ class PendingBatchPlan:
             sum(exchange.batch_sizes),
             self._training,
         )
-
-
-class PendingLookup:
-    """Rows under way."""
-
-    def __init__(self, finish: Callable[[], Tensor]) -> None:
-        self._finish = finish
-
-    def finish(self) -> Tensor:
-        """`pooled_BS`."""
-        return self._finish()
-
-
-class PendingBackward:
-    """Gradients under way."""
-
-    def __init__(self, finish: Callable[[], list[KVGradients]]) -> None:
-        self._finish = finish
-
-    def finish(self) -> list[KVGradients]:
-        """See `ShardedEmbeddings.backward`."""
-        return self._finish()
 
 
 def merge_in_order(ranges: Sequence[ColumnRange]) -> list[ColumnRange]:
