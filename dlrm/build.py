@@ -8,7 +8,7 @@ import torch
 
 from data.errors import UserError
 from data.manifest import Manifest
-from dlrm.config import LaunchConfig, TrainRun
+from dlrm.config import TrainRun
 from dlrm.launch import WorkerContext
 from dlrm.model import DLRM, check_table_names, table_dim
 from embeddings.communicator import Communicator, ProcessGroup, SingleProcess
@@ -106,9 +106,3 @@ def communicator(context: WorkerContext) -> Communicator:
     comm = ProcessGroup()
     comm.on_wait = context.heartbeat.waiting
     return comm
-
-
-def set_threads(launch: LaunchConfig) -> None:
-    """Applies `launch.num_threads`."""
-    if launch.num_threads is not None:
-        torch.set_num_threads(launch.num_threads)

@@ -12,7 +12,6 @@ allowed:
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,18 +20,17 @@ from typing import Any
 from data.errors import UserError
 from data.parquet import PreparedDataset
 from dlrm import mutations
-from dlrm.build import build_tables, communicator, set_threads
+from dlrm.build import build_tables, communicator
 from dlrm.check_batches import make_batches
 from dlrm.check_pass import PassResult, run_pass
 from dlrm.check_report import describe, to_json, vacuous
 from dlrm.config import CheckRun
 from dlrm.datasets import open_dataset
 from dlrm.display import PrepareDisplay
-from dlrm.launch import WorkerContext, launch, single_process
+from dlrm.launch import WorkerContext, start
 from dlrm.memory import available_bytes
 from dlrm.planning import make_plan
-from dlrm.run_folder import NOT_FINISHED, RunFolder
-from dlrm.train import versions
+from dlrm.run_record import RunRecord
 from embeddings.communicator import Communicator
 from embeddings.plan import Plan
 from embeddings.row_optim import RowOptimizerConfig, state_widths
@@ -83,45 +81,16 @@ def run_check(
         CheckFailed: naming the worst quantity.
         UserError: for a mutation that can't show, or tables that don't fit into memory twice.
     """
-    with _Record(config, config_yaml, run_dir, config.launch.nproc) as record:
-        task = _make_task(config, record, config.launch.nproc, say)
-        if config.launch.nproc == 1 and not fresh_processes:
-            set_threads(config.launch)
-            passes = check_rank(single_process(), task)
-        else:
-            passes = launch(check_rank, (task,), config.launch, run_dir)
+    world_size, mutate = config.launch.nproc, config.check.mutate
+    with RunRecord(config, config_yaml, run_dir, world_size, mutate=mutate) as record:
+        task = _make_task(config, record, world_size, say)
+        passes = start(check_rank, (task,), config.launch, run_dir, fresh_processes=fresh_processes)
         _conclude(task, passes, record, say)
     return record.result
 
 
-class _Record:
-    """result.json, which tells of a check whatever happens within the context."""
-
-    def __init__(self, config: CheckRun, config_yaml: str, run_dir: Path, world_size: int) -> None:
-        self.folder = RunFolder(run_dir, overwrite=config.train.overwrite)
-        self.folder.write_text("config.yaml", config_yaml)
-        self.result: dict[str, Any] = {
-            "status": NOT_FINISHED,
-            "world_size": world_size,
-            "seed": config.seed,
-            "mutate": config.check.mutate,
-            "versions": versions(),
-            "config_digest": hashlib.sha256(config_yaml.encode()).hexdigest(),
-        }
-        self.folder.write_json("result.json", self.result)
-
-    def __enter__(self) -> _Record:
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self.result["status"] = "completed"
-        if error is not None:
-            self.result["status"] = f"failed: {type(error).__name__}: {error}"
-        self.folder.write_json("result.json", self.result)
-
-
 def _make_task(
-    config: CheckRun, record: _Record, world_size: int, say: Callable[[str], None]
+    config: CheckRun, record: RunRecord, world_size: int, say: Callable[[str], None]
 ) -> CheckTask:
     with PrepareDisplay() as display:
         dataset = open_dataset(config.data, Path.cwd(), display)
@@ -214,7 +183,7 @@ def _configs(config: CheckRun) -> list[tuple[CheckRun, bool]]:
 
 
 def _conclude(
-    task: CheckTask, passes: list[PassResult], record: _Record, say: Callable[[str], None]
+    task: CheckTask, passes: list[PassResult], record: RunRecord, say: Callable[[str], None]
 ) -> None:
     """Prints, writes down, and raises where something is wrong.
 

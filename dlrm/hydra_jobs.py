@@ -235,6 +235,6 @@ def _config_problem(config: DictConfig) -> Exception | None:
             to_config(composed)
     except UserError as error:
         return error
-    except Exception:
-        return None
+    except OmegaConfBaseException:
+        return None  # It may refer to `hydra.…`, which only the job itself has.
     return None

@@ -91,6 +91,38 @@ def launch(
         raise error
 
 
+def start(
+    entry: Callable[..., Any],
+    args: tuple[Any, ...],
+    config: LaunchConfig,
+    run_dir: Path,
+    *,
+    fresh_processes: bool = False,
+    here_only: tuple[Any, ...] = (),
+) -> Any:
+    """Runs `entry(context, *args)` in as many processes as `launch.nproc` says: one is this one.
+
+    Args:
+        entry: see `launch`.
+        args: see `launch`.
+        config: processes, threads and timeout.
+        run_dir: see `launch`.
+        fresh_processes: start a worker even for one process.
+        here_only: further arguments for this process, which workers do without (a printer, which
+            can't be pickled).
+
+    Returns:
+        What rank 0 returned.
+    """
+    if config.nproc > 1 or fresh_processes:
+        return launch(entry, args, config, run_dir)
+    if config.num_threads is not None:
+        import torch
+
+        torch.set_num_threads(config.num_threads)
+    return entry(single_process(), *args, *here_only)
+
+
 def single_process() -> WorkerContext:
     """The context of a run without a launcher: no port, no group, nobody who watches."""
     return WorkerContext(rank=0, world_size=1, local_rank=0, heartbeat=NoHeartbeat())

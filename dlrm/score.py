@@ -22,15 +22,16 @@ from data.parquet import Order, PreparedDataset
 from data.raw_batches import load_row_mapper, raw_batches
 from data.raw_files import expand_inputs, has_labels
 from data.write_pass import PartTally
-from dlrm.build import build_embeddings, build_model, communicator, set_threads
+from dlrm.build import build_embeddings, build_model, communicator
 from dlrm.checkpoint import CheckpointInfo, Checkpoints, load_model
 from dlrm.config import ScoreRun, TrainRun, to_config
-from dlrm.launch import WorkerContext, launch, single_process
+from dlrm.launch import WorkerContext, start
 from dlrm.model import DLRM
 from dlrm.planning import make_plan
 from dlrm.run_folder import RunFolder
+from dlrm.run_record import versions
 from dlrm.scoring import evaluate, score_batches
-from dlrm.train import NO_BEST, describe_eval, versions, write_evaluation
+from dlrm.train import NO_BEST, describe_eval, write_evaluation
 from embeddings.communicator import Communicator
 from embeddings.plan import Plan
 from embeddings.sharded import ShardedEmbeddings
@@ -147,7 +148,7 @@ def run_evaluate(
         warnings.warn(f"out={config.out} is ignored: `evaluate` writes no rows", stacklevel=2)
     RunFolder(run_dir)
     task = make_task(config, run_dir, say)
-    values: dict[str, Any] = _start(evaluate_rank, task, say)
+    values: dict[str, Any] = start(evaluate_rank, (task,), config.launch, run_dir, here_only=(say,))
     return values
 
 
@@ -191,7 +192,7 @@ def run_predict(config: ScoreRun, run_dir: Path, say: Callable[[str], None] = pr
         if out.exists():
             raise UserError(f"out={out} exists; name another file or remove it")
     task = make_task(config, run_dir, say)
-    written: Path = _start(predict_rank, task, say)
+    written: Path = start(predict_rank, (task,), config.launch, run_dir, here_only=(say,))
     return written
 
 
@@ -226,15 +227,6 @@ def predict_rank(
     _warn_of_unknown_ids(shares, say)
     say(f"predict {num_rows:,} rows: {out}  (model of step {task.info.step:,})")
     return out
-
-
-def _start(rank: Callable[..., Any], task: ScoreTask, say: Callable[[str], None]) -> Any:
-    """Runs a rank here, or as many as `launch.nproc` says; returns what the first returned."""
-    launch_config = task.config.launch
-    if launch_config.nproc == 1:
-        set_threads(launch_config)
-        return rank(single_process(), task, say)
-    return launch(rank, (task,), launch_config, task.run_dir)
 
 
 def _warn_of_unknown_ids(shares: dict[str, float], say: Callable[[str], None]) -> None:

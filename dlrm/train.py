@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +15,21 @@ import torch
 
 from data.lanes import NUM_LANES
 from data.parquet import PreparedDataset
-from dlrm.build import communicator, set_threads
+from dlrm.build import communicator
 from dlrm.config import TrainRun
 from dlrm.datasets import open_dataset
 from dlrm.display import PrepareDisplay
 from dlrm.heartbeat import keep_beating
-from dlrm.launch import WorkerContext, join, launch, single_process
+from dlrm.launch import WorkerContext, join, start
 from dlrm.metrics import BinaryMetrics, EvalResult
 from dlrm.optim import describe_semantics
 from dlrm.planning import make_plan
-from dlrm.run_folder import NOT_FINISHED, RunFolder
+from dlrm.run_folder import RunFolder
+from dlrm.run_record import RunRecord
 from dlrm.scoring import teacher_result
 from dlrm.torchrun import under_torchrun
 from dlrm.trainer import Trainer, eval_figures
+from dlrm.worker import is_user_error
 from embeddings.communicator import Communicator, ProcessGroup, SingleProcess
 from embeddings.plan_choice import PlannedLayout
 
@@ -83,17 +82,19 @@ def run_train(
     if under_torchrun():
         joined: dict[str, Any] = join(_train_joined, (config, config_yaml, run_dir), config.launch)
         return joined
-    folder, result = _claim_folder(config, config_yaml, run_dir, config.launch.nproc)
-    with _written_down(folder, result, say):
-        task = _make_task(config, folder, result, config.launch.nproc, say)
+    with _recorded(config, config_yaml, run_dir, config.launch.nproc, say) as record:
+        task = _make_task(config, record, say)
         if not fresh_processes:  # A sweep's jobs would repeat 26 lines; plan.json has them.
             _announce_plan(task, say)
-        if config.launch.nproc == 1 and not fresh_processes:
-            set_threads(config.launch)
-            train_rank(single_process(), task, say)
-        else:
-            launch(train_rank, (task,), config.launch, run_dir)
-    return result
+        start(
+            train_rank,
+            (task,),
+            config.launch,
+            run_dir,
+            fresh_processes=fresh_processes,
+            here_only=(say,),
+        )
+    return record.result
 
 
 def _train_joined(
@@ -107,83 +108,63 @@ def _train_joined(
     if context.rank != 0:
         with keep_beating(context.heartbeat, "wait for the data"):
             task = patient.all_gather_object(None)[0]
+        if isinstance(task, Exception):
+            raise task
         if task is None:
-            raise SystemExit(2)  # Rank 0 tells why.
+            raise SystemExit(1)  # Rank 0 tells why.
         train_rank(context, task)
         return {}
+    is_told = False
     try:
-        folder, result = _claim_folder(config, config_yaml, run_dir, context.world_size)
-    except Exception:
-        patient.all_gather_object(None)
-        raise
-    with _written_down(folder, result, print):
-        try:
+        with _recorded(config, config_yaml, run_dir, context.world_size, print) as record:
             with keep_beating(context.heartbeat, "prepare the data"):
-                task = _make_task(
-                    config,
-                    folder,
-                    result,
-                    context.world_size,
-                    print,
-                    ranks_per_host=int(os.environ["LOCAL_WORLD_SIZE"]),
-                )
-        except Exception:
-            patient.all_gather_object(None)
-            raise
-        patient.all_gather_object(task)
-        _announce_plan(task, print)
-        train_rank(context, task)
-    return result
-
-
-def _claim_folder(
-    config: TrainRun, config_yaml: str, run_dir: Path, world_size: int
-) -> tuple[RunFolder, dict[str, Any]]:
-    folder = RunFolder(run_dir, overwrite=config.train.overwrite)
-    folder.write_text("config.yaml", config_yaml)
-    result: dict[str, Any] = {
-        "status": NOT_FINISHED,
-        "world_size": world_size,
-        "seed": config.seed,
-        "versions": versions(),
-        "config_digest": hashlib.sha256(config_yaml.encode()).hexdigest(),
-    }
-    folder.write_json("result.json", result)
-    return folder, result
+                local_world_size = int(os.environ["LOCAL_WORLD_SIZE"])
+                task = _make_task(config, record, print, ranks_per_host=local_world_size)
+            patient.all_gather_object(task)
+            is_told = True
+            _announce_plan(task, print)
+            train_rank(context, task)
+    except BaseException as error:
+        if not is_told:
+            # A mistake of the user ends every rank with exit status 2.
+            patient.all_gather_object(error if is_user_error(error) else None)
+        raise
+    return record.result
 
 
 @contextmanager
-def _written_down(
-    folder: RunFolder, result: dict[str, Any], say: Callable[[str], None]
-) -> Iterator[None]:
+def _recorded(
+    config: TrainRun,
+    config_yaml: str,
+    run_dir: Path,
+    world_size: int,
+    say: Callable[[str], None],
+) -> Iterator[RunRecord]:
     """Whatever happens within, result.json and report.html tell of it."""
     # Here: matplotlib takes a second to import, and workers have no use for it.
     from dlrm.report import write_report
 
+    record = RunRecord(config, config_yaml, run_dir, world_size)
     try:
-        yield
-        status = "completed"
-    except BaseException as error:
-        status = f"failed: {type(error).__name__}: {error}"
-        raise
+        with record:
+            try:
+                yield record
+            finally:
+                # Rank 0, perhaps another process, has added its figures, also if it failed.
+                record.result |= record.folder.read_json("result.json")
     finally:
-        # Rank 0, perhaps another process, has added its figures, also if it failed.
-        result |= folder.read_json("result.json")
-        result["status"] = status
-        folder.write_json("result.json", result)
-        report = write_report(folder.path)
+        report = write_report(record.folder.path)
     say(f"report  {report}")
 
 
 def _make_task(
     config: TrainRun,
-    folder: RunFolder,
-    result: dict[str, Any],
-    world_size: int,
+    record: RunRecord,
     say: Callable[[str], None],
     *,
     ranks_per_host: int | None = None,
 ) -> TrainTask:
+    folder, result, world_size = record.folder, record.result, record.result["world_size"]
     with PrepareDisplay() as display:
         dataset = open_dataset(config.data, Path.cwd(), display)
     dataset.check("train")
@@ -197,16 +178,15 @@ def _make_task(
     }
     _announce_data(config, dataset, say)
     if (config.data.batch_size < NUM_LANES and world_size > 1) or world_size > NUM_LANES:
-        warnings.warn(
-            f"data.batch_size={config.data.batch_size} on {world_size} ranks: ranks share "
-            f"{NUM_LANES} lanes of samples, so in many steps some of them get no samples",
-            stacklevel=2,
+        say(
+            f"note    data.batch_size={config.data.batch_size} on {world_size} ranks: ranks share "
+            f"{NUM_LANES} lanes of samples, so in many steps some of them get no samples"
         )
     layout = make_plan(config, dataset, world_size, ranks_per_host=ranks_per_host)
     folder.write_text("plan.json", layout.plan.to_json())
     result["plan_digest"] = layout.plan.digest()
     result["plan_reasons"] = layout.reasons
-    folder.write_json("result.json", result)
+    record.write()
     return TrainTask(config, folder.path, result, layout)
 
 
@@ -249,17 +229,6 @@ def train_rank(context: WorkerContext, task: TrainTask, say: Callable[[str], Non
     finally:
         if trainer.is_first:
             folder.write_json("result.json", result)
-
-
-def versions() -> dict[str, str]:
-    """Versions of what the figures depend on."""
-    found = {"torch": str(torch.__version__)}
-    for name in ("fbgemm-gpu-cpu", "fbgemm-gpu", "numpy", "pyarrow", "hydra-core", "dlrm-system"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
 
 
 def _announce_data(config: TrainRun, dataset: PreparedDataset, say: Callable[[str], None]) -> None:

@@ -109,7 +109,7 @@ class Communicator(ABC):
         assert send.numel() == sum(send_splits), (kind, send.numel(), send_splits)
         assert recv.numel() == sum(recv_splits), (kind, recv.numel(), recv_splits)
         to_others = sum(send_splits) - send_splits[self.rank]
-        self.counters.add(kind, to_others * send.element_size())
+        self._count(kind, to_others * send.element_size())
         return self._all_to_all(kind, send, send_splits, recv, recv_splits)
 
     def all_reduce(self, kind: str, values: Tensor) -> Pending:
@@ -117,8 +117,12 @@ class Communicator(ABC):
 
         A ring sends `2 (W-1)/W` of the bytes per rank; that is what is counted.
         """
-        self.counters.add(kind, 2 * (self.world_size - 1) * values.nbytes // self.world_size)
+        self._count(kind, 2 * (self.world_size - 1) * values.nbytes // self.world_size)
         return self._all_reduce(kind, values)
+
+    def _count(self, kind: str, sent_bytes: int) -> None:
+        if self.world_size > 1:
+            self.counters.add(kind, sent_bytes)
 
     def sum_scalar(self, kind: str, value: Tensor) -> Tensor:
         """A 0-d tensor summed over the ranks."""
@@ -161,21 +165,6 @@ class SingleProcess(Communicator):
 
     def __init__(self) -> None:
         super().__init__(0, 1)
-
-    def all_to_all(
-        self,
-        kind: str,
-        send: Tensor,
-        send_splits: Sequence[int],
-        recv: Tensor,
-        recv_splits: Sequence[int],
-    ) -> Pending:
-        """A copy."""
-        return self._all_to_all(kind, send, send_splits, recv, recv_splits)
-
-    def all_reduce(self, kind: str, values: Tensor) -> Pending:
-        """The values themselves."""
-        return Pending(values)
 
     def _all_to_all(
         self,

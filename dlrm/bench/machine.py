@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from dlrm.train import versions
+from dlrm.run_record import versions
 
 _VARIABLES = (
     "OMP_NUM_THREADS",

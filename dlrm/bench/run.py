@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 from dlrm.bench.machine import provenance
 from dlrm.bench.train_bench import MEASUREMENTS, bench_train
 from dlrm.config import BenchRun
-from dlrm.run_folder import NOT_FINISHED, RunFolder
+from dlrm.run_record import RunRecord
 
 
 class BenchFailed(RuntimeError):
@@ -37,30 +36,22 @@ def run_bench(
         BenchFailed: naming the side.
         UserError: for what can't be measured.
     """
-    folder = RunFolder(run_dir, overwrite=config.train.overwrite)
-    # Of a run that was here before, where the folder may be used again.
-    (folder.path / MEASUREMENTS).unlink(missing_ok=True)
-    folder.write_text("config.yaml", config_yaml)
-    result: dict[str, Any] = {
-        "status": NOT_FINISHED,
-        "kind": config.kind,
-        "command": command,
-        "world_size": config.launch.nproc,
-        "seed": config.seed,
-        "config_digest": hashlib.sha256(config_yaml.encode()).hexdigest(),
+    record = RunRecord(
+        config,
+        config_yaml,
+        run_dir,
+        config.launch.nproc,
+        kind=config.kind,
+        command=command,
         **provenance(),
-    }
-    folder.write_json("result.json", result)
-    status = "completed"
+    )
+    # Of a run that was here before, where the folder may be used again.
+    (record.folder.path / MEASUREMENTS).unlink(missing_ok=True)
     try:
-        problems = bench_train(config, folder, result, say)
-        if problems:
-            raise BenchFailed("; ".join(problems))
-    except BaseException as error:
-        status = f"failed: {type(error).__name__}: {error}"
-        raise
+        with record:
+            problems = bench_train(config, record.folder, record.result, say)
+            if problems:
+                raise BenchFailed("; ".join(problems))
     finally:
-        result["status"] = status
-        folder.write_json("result.json", result)
         say(f"result  {run_dir / 'result.json'}")
-    return result
+    return record.result

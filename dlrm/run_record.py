@@ -1,0 +1,71 @@
+"""`result.json` of a run: begun as unfinished, and told how the run ended, however it ends."""
+
+from __future__ import annotations
+
+import hashlib
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dlrm.config import TrainRun
+from dlrm.run_folder import NOT_FINISHED, RunFolder
+
+
+class RunRecord:
+    """The run folder, claimed, and what its result.json holds; a context around the run.
+
+    Attributes:
+        folder: the run folder, with `config.yaml`.
+        result: what result.json is to hold; `write` writes it.
+
+    Args:
+        config: the checked configuration.
+        config_yaml: the same as text.
+        run_dir: the output folder.
+        world_size: number of ranks.
+        more: further fields that are known at the start.
+
+    Raises:
+        UserError: for a folder that is in use.
+    """
+
+    def __init__(
+        self, config: TrainRun, config_yaml: str, run_dir: Path, world_size: int, **more: Any
+    ) -> None:
+        self.folder = RunFolder(run_dir, overwrite=config.train.overwrite)
+        self.folder.write_text("config.yaml", config_yaml)
+        self.result: dict[str, Any] = {
+            "status": NOT_FINISHED,
+            "world_size": world_size,
+            "seed": config.seed,
+            "versions": versions(),
+            "config_digest": hashlib.sha256(config_yaml.encode()).hexdigest(),
+            **more,
+        }
+        self.write()
+
+    def write(self) -> None:
+        """Writes result.json as it stands."""
+        self.folder.write_json("result.json", self.result)
+
+    def __enter__(self) -> RunRecord:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self.result["status"] = "completed"
+        if error is not None:
+            self.result["status"] = f"failed: {type(error).__name__}: {error}"
+        self.write()
+
+
+def versions() -> dict[str, str]:
+    """Versions of what the figures depend on."""
+    found = {"torch": str(torch.__version__)}
+    for name in ("fbgemm-gpu-cpu", "fbgemm-gpu", "numpy", "pyarrow", "hydra-core", "dlrm-system"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
