@@ -26,6 +26,7 @@ from data.batch import JaggedIds
 from embeddings.layout import FeatureSlice, KeySpace
 from embeddings.router import (
     SampleMajorBags,
+    key_factors,
     offsets_of,
     sample_major,
     sample_major_bag_of_id,
@@ -138,7 +139,7 @@ def _plan_kv(
     keys_K = ordered.keys_K.numpy()
     bounds = np.searchsorted(keys_K, space.bases)
     num_keys = np.diff(bounds)
-    weights_L = _weights(space, features, ids, routed, bag_weights=True, means=True)
+    weights_L = _kept(key_factors(features, [part.feature for part in space.slices], ids), routed)
     offsets = offsets_of(routed.lengths_FB.reshape(-1))
     weights = None if weights_L is None else torch.from_numpy(weights_L).to(dtype)
     # The vector of a key is at the key's place among the distinct ones.
@@ -181,7 +182,9 @@ def _plan_pooled(
     num_keys = np.bincount(rank_L, minlength=num_ranks)
     num_vectors = np.bincount(rank_L[first_P], minlength=num_ranks)
 
-    bag_weights_L = _weights(space, features, ids, routed, bag_weights=True, means=False)
+    # The owner sums; a mean is divided here, by the length of the whole bag.
+    positions = [part.feature for part in space.slices]
+    bag_weights_L = _kept(key_factors(features, positions, ids, divide_means=False), routed)
     num_bags = routed.lengths_FB.size
     factor_bags = _mean_factors(space, features, ids)
     vector_weights = None if factor_bags is None else torch.from_numpy(factor_bags[bag_P]).to(dtype)
@@ -211,7 +214,7 @@ def _route(space: KeySpace, ids: JaggedIds) -> _SliceIds:
     batch_size = ids.batch_size
     all_lengths_FB = np.diff(offsets).reshape(ids.num_features, batch_size)
     keys: list[Int64Array] = []
-    kept: list[npt.NDArray[np.bool_]] = []
+    kept: list[npt.NDArray[np.bool_] | None] = []
     lengths_FB = np.empty((len(space.slices), batch_size), dtype=np.int64)
     for position, part in enumerate(space.slices):
         start = offsets[part.feature * batch_size]
@@ -219,63 +222,42 @@ def _route(space: KeySpace, ids: JaggedIds) -> _SliceIds:
         segment_L = values_L[start:stop]
         part_keys_L, kept_L = _keys_of(part, segment_L)
         lengths_B = all_lengths_FB[part.feature]
-        if not part.covers_table:
+        if kept_L is not None:
             bag_of_id_L = np.repeat(np.arange(batch_size), lengths_B)
             lengths_B = np.bincount(bag_of_id_L[kept_L], minlength=batch_size)
         lengths_FB[position] = lengths_B
         keys.append(part_keys_L)
         kept.append(kept_L)
-    keys_L = np.concatenate(keys)
-    if all(part.covers_table for part in space.slices):
-        return _SliceIds(keys_L, lengths_FB, None)
-    return _SliceIds(keys_L, lengths_FB, np.concatenate(kept))
+    if all(kept_L is None for kept_L in kept):
+        return _SliceIds(np.concatenate(keys), lengths_FB, None)
+    filled = [
+        np.ones(part_keys_L.size, dtype=bool) if kept_L is None else kept_L
+        for part_keys_L, kept_L in zip(keys, kept, strict=True)
+    ]
+    return _SliceIds(np.concatenate(keys), lengths_FB, np.concatenate(filled))
 
 
-def _keys_of(part: FeatureSlice, ids_L: Int64Array) -> tuple[Int64Array, npt.NDArray[np.bool_]]:
+def _keys_of(
+    part: FeatureSlice, ids_L: Int64Array
+) -> tuple[Int64Array, npt.NDArray[np.bool_] | None]:
+    """The keys of those ids that have one, and which these are; None: all."""
     if part.covers_table and len(part.key_shifts) == 1:
-        return ids_L + part.key_shifts[0], np.ones(ids_L.size, dtype=bool)
+        return ids_L + part.key_shifts[0], None
     piece_L = np.searchsorted(part.row_stops, ids_L, side="right")
     if part.covers_table:
-        return ids_L + part.key_shifts[piece_L], np.ones(ids_L.size, dtype=bool)
+        return ids_L + part.key_shifts[piece_L], None
     kept_L = piece_L < len(part.row_stops)
     kept_L[kept_L] = ids_L[kept_L] >= part.row_starts[piece_L[kept_L]]
     return ids_L[kept_L] + part.key_shifts[piece_L[kept_L]], kept_L
 
 
-def _weights(
-    space: KeySpace,
-    features: Sequence[FeatureConfig],
-    ids: JaggedIds,
-    routed: _SliceIds,
-    *,
-    bag_weights: bool,
-    means: bool,
+def _kept(
+    factors_L: npt.NDArray[np.float64] | None, routed: _SliceIds
 ) -> npt.NDArray[np.float64] | None:
-    """Factor of each key of `routed`: bag weight, divided by the bag's length for a mean.
-
-    In fp64, where both a bag weight (fp32) and its quotient are rounded once at most.
-    """
-    batch_size = ids.batch_size
-    offsets = ids.offsets.numpy()
-    parts: list[npt.NDArray[np.float64]] = []
-    is_one = True
-    for part in space.slices:
-        start = offsets[part.feature * batch_size]
-        stop = offsets[(part.feature + 1) * batch_size]
-        weights_L = np.ones(stop - start)
-        if bag_weights and ids.weights_L is not None:
-            weights_L = ids.weights_L[start:stop].numpy().astype(np.float64)
-            is_one = is_one and bool((weights_L == 1).all())
-        if means and features[part.feature].pooling == "mean":
-            bounds = offsets[part.feature * batch_size : (part.feature + 1) * batch_size + 1]
-            lengths_B = np.diff(bounds)
-            is_one = is_one and bool((lengths_B <= 1).all())
-            weights_L = weights_L / np.repeat(lengths_B, lengths_B)
-        parts.append(weights_L)
-    if is_one:
-        return None
-    weights_L = np.concatenate(parts)
-    return weights_L if routed.kept_L is None else weights_L[routed.kept_L]
+    """The factors of those ids that have a key in the space."""
+    if factors_L is None or routed.kept_L is None:
+        return factors_L
+    return factors_L[routed.kept_L]
 
 
 def _mean_factors(

@@ -272,7 +272,8 @@ class Router:
             first_key = first_keys[self._features[feature].table]
             np.add(segment_L, first_key, out=keys_L[position:stop])
             position = stop
-        weights_L = self._weights(group.dtype, features, lengths_FB, ids.weights_L, feature_starts)
+        factors_L = key_factors(self._features, features, ids)
+        weights_L = None if factors_L is None else torch.from_numpy(factors_L).to(group.dtype)
         return GroupPlan(
             features=features,
             batch_size=batch_size,
@@ -281,31 +282,49 @@ class Router:
             weights_L=weights_L,
         )
 
-    def _weights(
-        self,
-        dtype: torch.dtype,
-        features: tuple[int, ...],
-        lengths_FB: Int64Array,
-        bag_weights_L: Tensor | None,
-        feature_starts: Int64Array,
-    ) -> Tensor | None:
-        """Factors of a group's keys: the bag weights, divided by the bag's length for a mean."""
-        means = np.array([self._features[feature].pooling == "mean" for feature in features], bool)
-        divides = bool((lengths_FB[means] > 1).any())
-        if bag_weights_L is None and not divides:
-            return None
-        parts: list[Tensor] = []
-        for row, feature in enumerate(features):
-            start, stop = int(feature_starts[feature]), int(feature_starts[feature + 1])
-            if bag_weights_L is None:
-                weights = torch.ones(stop - start, dtype=dtype)
-            else:
-                weights = bag_weights_L[start:stop].to(dtype)
-            if means[row]:
-                lengths_B = torch.from_numpy(lengths_FB[row])
-                weights = weights / torch.repeat_interleave(lengths_B, lengths_B).to(dtype)
-            parts.append(weights)
-        return torch.cat(parts) if parts else torch.empty(0, dtype=dtype)
+
+def key_factors(
+    features: Sequence[FeatureConfig],
+    positions: Sequence[int],
+    ids: JaggedIds,
+    *,
+    divide_means: bool = True,
+) -> npt.NDArray[np.float64] | None:
+    """Factor of each id of some features in its bag: its bag weight, divided by the number of the
+    bag's ids for a mean.
+
+    In fp64: a bag weight (fp32) is exact there, and a quotient that is then rounded to fp32 is the
+    one that fp32 would give.
+
+    Args:
+        features: every sparse feature.
+        positions: of those that are wanted, in that order.
+        ids: the batch.
+        divide_means: False leaves the division of means to the caller.
+
+    Returns:
+        One factor per id, feature after feature; None where all are 1.
+    """
+    lengths_FB = np.diff(ids.offsets.numpy()).reshape(ids.num_features, ids.batch_size)
+    divides = [
+        divide_means and features[f].pooling == "mean" and bool((lengths_FB[f] > 1).any())
+        for f in positions
+    ]
+    if ids.weights_L is None and not any(divides):
+        return None
+    starts = _feature_starts(ids)
+    parts: list[npt.NDArray[np.float64]] = []
+    for feature, is_divided in zip(positions, divides, strict=True):
+        start, stop = starts[feature], starts[feature + 1]
+        if ids.weights_L is None:
+            factors_L = np.ones(stop - start)
+        else:
+            factors_L = ids.weights_L[start:stop].numpy().astype(np.float64)
+        if is_divided:
+            factors_L /= np.repeat(lengths_FB[feature], lengths_FB[feature])
+        parts.append(factors_L)
+    factors_L = np.concatenate(parts) if parts else np.empty(0)
+    return None if (factors_L == 1).all() else factors_L
 
 
 def _feature_starts(ids: JaggedIds) -> Int64Array:

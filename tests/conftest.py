@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 from data.prepare import RawInputs, prepare
 from data.schema import DenseColumn, LabelColumn, RawFormat, Schema, SparseColumn, Split
@@ -127,3 +128,12 @@ def tree_digests() -> Callable[[Path], dict[str, str]]:
         }
 
     return digests
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Ranks as threads share the cores already."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)

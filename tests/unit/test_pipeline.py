@@ -17,16 +17,7 @@ from embeddings import RowOptimizerConfig, ShardedEmbeddings
 from tests.sharding_cases import Model, bounds_of_rank, build, draw_batches, part_of, plan_of
 from tests.thread_ranks import ThreadRank, run_ranks
 
-pytestmark = pytest.mark.timeout(60)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Ranks as threads share the cores already."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
+pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("one_thread")]
 
 
 # ---------------------------------------------------------------------- with embeddings that note

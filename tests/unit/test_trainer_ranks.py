@@ -43,21 +43,12 @@ from tests.commands import (
 from tests.sharding_cases import plan_of
 from tests.thread_ranks import ThreadRank, run_ranks
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("one_thread")]
 
 # (sparse rule, dense rule of the same kind)
 RULES = [("sgd", "sgd"), ("adagrad", "adagrad"), ("rowwise_adagrad", "adagrad"), ("adam", "adam")]
 LR = {"sgd": 0.5, "adagrad": 0.1, "rowwise_adagrad": 0.1, "adam": 0.02}
 FP64 = {"precision": "fp64", "epochs": 3, "max_steps": 50, "log_every": 1}
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Ranks as threads share the cores already."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture(scope="module")
