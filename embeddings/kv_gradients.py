@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from embeddings.bag_sum import bag_sum
-from embeddings.router import sort_keys
+from embeddings.keys import sort_keys
 
 
 class KVGradients(NamedTuple):

@@ -25,8 +25,9 @@ from torch import Tensor
 
 from embeddings.bag_sum import bag_sum
 from embeddings.communicator import Communicator, Pending
+from embeddings.keys import sort_keys, sorted_stretch
 from embeddings.kv_gradients import KVGradients
-from embeddings.router import GroupPlan, sort_keys
+from embeddings.router import GroupPlan
 from embeddings.table_group import TableGroup
 
 Int64Array = npt.NDArray[np.int64]
@@ -88,9 +89,9 @@ class Replicas:
             return [np.empty(0, dtype=np.int64) for _ in self._tables]
         rows: list[Int64Array] = []
         for index, piece, key in self._tables:
-            keys_K = local[index].unique.keys_K.numpy()
-            low, high = np.searchsorted(keys_K, [key, key + piece.num_rows])
-            rows.append(keys_K[low:high] - key)
+            keys_K = local[index].unique.keys_K
+            low, high = sorted_stretch(keys_K, key, key + piece.num_rows)
+            rows.append(keys_K[low:high].numpy() - key)
         return rows
 
     def choose(self, num_rows: Int64Array) -> ReplicaCounts:
@@ -139,8 +140,8 @@ class Replicas:
     def _of_table(self, table: int, gradients: Sequence[KVGradients]) -> Tensor:
         index, piece, key = self._tables[table]
         _, keys_K, grads_KD = next(entry for entry in gradients if entry[0] == index)
-        low, high = np.searchsorted(keys_K.numpy(), [key, key + piece.num_rows])
-        return grads_KD[int(low) : int(high)]
+        low, high = sorted_stretch(keys_K, key, key + piece.num_rows)
+        return grads_KD[low:high]
 
     def begin_dense(
         self,

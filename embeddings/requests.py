@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from data.batch import JaggedIds
+from embeddings.keys import sort_keys
 from embeddings.layout import FeatureSlice, KeySpace
 from embeddings.router import (
     SampleMajorBags,
@@ -30,7 +31,6 @@ from embeddings.router import (
     offsets_of,
     sample_major,
     sample_major_bag_of_id,
-    sort_keys,
 )
 from embeddings.table import FeatureConfig
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from embeddings.communicator import Communicator
+from embeddings.keys import sorted_stretch
 from embeddings.kv_gradients import KVGradients
 from embeddings.layout import PeerStretch
-from embeddings.router import sorted_stretch
 from embeddings.row_optim import ROW_STATE, decayed, row_squares
 from embeddings.store import RowStore
 from embeddings.table import TableConfig

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from embeddings.keys import sorted_stretch
 from embeddings.row_optim import ROW_STATE, RowOptimizerConfig, state_widths, update_rows
 from embeddings.table import TableConfig, fill_uniform
 from embeddings.table_group import Piece, TableGroup
@@ -200,13 +201,11 @@ class RowStore:
     def _with_first_column(self, group: int, keys_K: Tensor) -> list[tuple[int, int]]:
         """Positions of the sorted keys that lie in pieces with the first column, half-open."""
         table_group = self._groups[group]
-        borders = [
-            (key, key + piece.num_rows)
+        return [
+            sorted_stretch(keys_K, key, key + piece.num_rows)
             for piece, key in zip(table_group.pieces, table_group.first_keys, strict=True)
             if piece.has_first_column
         ]
-        found = torch.searchsorted(keys_K, torch.tensor(borders, dtype=torch.int64).reshape(-1))
-        return [(int(low), int(high)) for low, high in found.reshape(-1, 2)]
 
     def read(self, table: str, row_start: int, row_stop: int) -> dict[str, Tensor]:
         """Copy whole rows and their state.

@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data.batch import JaggedIds
+from embeddings.keys import sort_keys
 from embeddings.plan import single_process_plan
-from embeddings.router import IdOutOfRange, Router, sort_keys
+from embeddings.router import IdOutOfRange, Router
 from embeddings.table import FeatureConfig, TableConfig
 from embeddings.table_group import local_groups
 
