@@ -27,10 +27,13 @@ TIMEOUT_S = 3.0
 # Nothing here may hang the suite: pytest-timeout interrupts the launcher, which ends its workers.
 pytestmark = pytest.mark.timeout(90)
 
-# A launcher in a process of its own, as the command is one.
+# A launcher in a process of its own, as the command is one. Shells start what runs in the
+# background with SIGINT ignored, which would stay so: these tests may be run there, too.
 LAUNCHER = """
+import signal
 import sys
 from pathlib import Path
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from dlrm.config import LaunchConfig
 from dlrm.launch import launch
 from tests.dist import entries
@@ -61,10 +64,11 @@ def start_python(*arguments: str, **environment: str) -> subprocess.Popen[str]:
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     """(exit status, stdout, stderr)."""
-    try:
-        out, err = process.communicate(timeout=60)
-    finally:
-        process.kill()
+    with process:
+        try:
+            out, err = process.communicate(timeout=60)
+        finally:
+            process.kill()
     return process.returncode, out, err
 
 
