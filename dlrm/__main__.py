@@ -51,7 +51,10 @@ dlrm check launch.nproc=2 check.mutate=mean_of_means      # a planted fault: mus
 dlrm bench train                                          # one process, full Kaggle-shaped tables
 dlrm bench train launch.nproc=2 data.batch_size=8192
 dlrm bench train bench.precisions=[fp32,bf16] bench.repeats=5
-dlrm bench train bench.sides=[dlrm,gemm_floor]            # without what isn't installed""",
+dlrm bench train bench.sides=[dlrm,gemm_floor]            # without what isn't installed
+dlrm bench exchange launch.nproc=2 bench.network=1gbit    # the tables alone; a network of that rate
+dlrm bench prepare bench.rows=2000000
+dlrm bench loader""",
 }
 
 # Keys of Hydra's own that hold text.

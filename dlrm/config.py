@@ -7,6 +7,7 @@ and nothing below `dlrm/__main__.py` knows of Hydra or OmegaConf.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from data.errors import UserError
 from data.schema import Schema
 from data.synthetic import SyntheticConfig
+from dlrm.bench.network import check_processes, rate_bits_per_s
 from dlrm.model import ModelConfig
 from dlrm.optim import OptimConfig
 from dlrm.sharding import ShardingConfig
@@ -96,6 +98,13 @@ class TrainConfig:
     """Kernel of the tables: `torch`, `fbgemm`, or `auto`: fbgemm where it is legal and loads."""
     overlap: bool = True
     """Hide what travels between processes behind computation; equal to the bit, on or off."""
+    profile: bool = False
+    """Profile a few steps: their phases, operators and collectives, and a trace of each rank."""
+    profile_steps: int = 5
+    """How many."""
+    profile_start: int | None = None
+    """Number of the first of them, from 2 on, as the one before warms the profiler up; null: step
+    10, or earlier, so that they lie in the middle of a short run."""
     resume: str | None = None
     """Not built yet."""
     overwrite: bool = False
@@ -114,15 +123,31 @@ class TrainConfig:
             "checkpoint_every",
             "log_every",
             "accumulate",
+            "profile_steps",
         ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"train.{name}={value}: must be at least 1")
+        self._check_profile()
         if self.resume is not None:
             raise UserError(
                 f"train.resume={self.resume}: resuming isn't built yet; `dlrm evaluate` and "
                 "`dlrm predict` read a run's models"
             )
+
+    def _check_profile(self) -> None:
+        if self.profile_start is not None and self.profile_start < 2:
+            raise UserError(
+                f"train.profile_start={self.profile_start}: must be at least 2, since the step "
+                "before it warms the profiler up"
+            )
+        if not self.profile:
+            for name in ("profile_steps", "profile_start"):
+                if getattr(self, name) != getattr(TrainConfig, name):
+                    warnings.warn(
+                        f"train.{name}={getattr(self, name)} is ignored: train.profile is false",
+                        stacklevel=4,
+                    )
 
 
 @dataclass
@@ -231,32 +256,48 @@ class BenchConfig:
     """How `dlrm bench` measures (`bench.…`)."""
 
     sides: list[str] | None = None
-    """`train`: what is compared, in the order of a turn; null: this system and all its peers."""
+    """What is compared, in the order of a turn; null: this system and all its peers."""
     precisions: list[str] | None = None
     """`train`: every side is measured in each, `[fp32,bf16]`; null: `train.precision`."""
     steps: int = 40
-    """Steps that are measured, in every turn."""
+    """`train`, `exchange`: steps that are measured, in every turn."""
     warmup_steps: int = 10
     """Steps before them that aren't."""
     repeats: int = 3
     """Turns."""
     bag_size: int = 1
-    """Ids per bag; above 1, bags are joined from one-hot data."""
+    """`train`, `exchange`: ids per bag; above 1, bags are joined from one-hot data."""
     eval_samples: int = 65_536
-    """Samples of the valid part that every side is evaluated on after its steps, about."""
+    """`train`: samples of the valid part that every side is evaluated on after its steps, about."""
     logloss_tolerance: float = 0.001
-    """How far the sides' log losses may lie apart in fp32; three times that in bf16."""
+    """`train`: how far the sides' log losses may lie apart in fp32; three times that in bf16."""
+    pooled_tolerance: float = 1e-4
+    """`exchange`: how far the sides' pooled vectors may lie apart after the same steps."""
+    rows: int = 2_000_000
+    """`prepare`: raw rows that this system and the reader get."""
+    peer_rows: int | None = None
+    """`prepare`: how many of them TorchRec gets, which takes long; null: 200,000, or all."""
+    roofline: bool = True
+    """`train`: measure this machine's limits too, and each phase's distance to them."""
     network: str = "loopback"
-    """What joins the processes; only `loopback` is built so far."""
+    """What joins the processes: `loopback`, or a rate that they send at most at, `1gbit`, `10gbit`,
+    `100mbit`, in network namespaces, which only root can make."""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "repeats", "bag_size", "eval_samples"):
-            if getattr(self, name) < 1:
-                raise UserError(f"bench.{name}={getattr(self, name)}: must be at least 1")
+        for name in ("steps", "repeats", "bag_size", "eval_samples", "rows", "peer_rows"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UserError(f"bench.{name}={value}: must be at least 1")
         if self.warmup_steps < 0:
             raise UserError(f"bench.warmup_steps={self.warmup_steps}: must be at least 0")
-        if not 0 < self.logloss_tolerance < math.inf:
-            raise UserError(f"bench.logloss_tolerance={self.logloss_tolerance}: must be above 0")
+        for name in ("logloss_tolerance", "pooled_tolerance"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise UserError(f"bench.{name}={getattr(self, name)}: must be above 0")
+        if self.peer_rows is not None and self.peer_rows > self.rows:
+            raise UserError(
+                f"bench.peer_rows={self.peer_rows} exceeds bench.rows={self.rows}: they are the "
+                "first of them"
+            )
         for precision in self.precisions or []:
             if precision not in ("fp32", "bf16"):
                 raise UserError(f"bench.precisions: {precision}: must be fp32 or bf16")
@@ -264,14 +305,10 @@ class BenchConfig:
             given = getattr(self, name)
             if given is not None and (not given or len(set(given)) < len(given)):
                 raise UserError(f"bench.{name}={given}: name at least one, and each once")
-        if self.network != "loopback":
-            raise UserError(
-                f"bench.network={self.network}: other networks than loopback aren't built yet. "
-                "Set bench.network=loopback"
-            )
+        rate_bits_per_s(self.network)
 
 
-BENCH_KINDS = ("train",)
+BENCH_KINDS = ("train", "exchange", "prepare", "loader")
 
 
 @dataclass
@@ -279,13 +316,16 @@ class BenchRun(TrainRun):
     """`dlrm bench`: the configuration of a training run, and how it is measured."""
 
     kind: str = "train"
-    """What is measured; `dlrm bench train` is the same as `dlrm bench kind=train`."""
+    """What is measured: training steps (`train`), the tables alone (`exchange`), the way from raw
+    rows to a prepared dataset (`prepare`) or from that to batches (`loader`). `dlrm bench train` is
+    the same as `dlrm bench kind=train`."""
     bench: BenchConfig = field(default_factory=BenchConfig)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.kind not in BENCH_KINDS:
             raise UserError(f"kind={self.kind}: must be one of {', '.join(BENCH_KINDS)}")
+        check_processes(self.bench.network, self.launch.nproc)
 
 
 @dataclass

@@ -25,6 +25,7 @@ from dlrm.blame import Verdict, WorkersFailed, describe
 from dlrm.heartbeat import Heartbeat, NoHeartbeat, heartbeat_file
 from dlrm.watchdog import GRACE_S, Watchdog, watch_self
 from dlrm.worker import (
+    RankNetwork,
     Task,
     WorkerContext,
     brief_warnings,
@@ -51,7 +52,12 @@ _DEFAULTS = {
 
 
 def launch(
-    entry: Callable[..., Any], args: tuple[Any, ...], config: LaunchConfig, run_dir: Path
+    entry: Callable[..., Any],
+    args: tuple[Any, ...],
+    config: LaunchConfig,
+    run_dir: Path,
+    *,
+    networks: tuple[RankNetwork, ...] | None = None,
 ) -> Any:
     """Runs `entry(context, *args)` in `config.nproc` fresh processes.
 
@@ -61,6 +67,8 @@ def launch(
         config: processes, threads and timeout.
         run_dir: where the tracebacks and stacks of all ranks go if the run fails
             (`failures.txt`); not made.
+        networks: where each worker, by its rank, meets the others; None: over loopback, or the
+            interface that GLOO_SOCKET_IFNAME names.
 
     Returns:
         What rank 0 returned.
@@ -77,10 +85,11 @@ def launch(
     assert entry.__module__ != "__main__", "workers can't import the entry from __main__"
     with tempfile.TemporaryDirectory(prefix="dlrm-workers-") as name:
         folder = Path(name)
-        task = Task(entry, args, config.device, threads_per_worker(config), config.timeout_s)
+        num_threads = threads_per_worker(config)
+        task = Task(entry, args, config.device, num_threads, config.timeout_s, networks)
         (folder / "task").write_bytes(pickle.dumps(task))
         with Watchdog(folder, config.nproc, config.timeout_s) as watchdog:
-            exit_statuses = _run_elastic(folder, config.nproc, task.num_threads)
+            exit_statuses = _run_elastic(folder, config.nproc, num_threads)
         verdict = watchdog.verdict(exit_statuses)
         if verdict is None:
             return pickle.loads((folder / "value").read_bytes())

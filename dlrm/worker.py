@@ -32,6 +32,7 @@ START_TIMEOUT_S = 60.0
 # Errors of these packages that are ValueErrors are the user's to mend (as in dlrm/__main__.py).
 _OUR_PACKAGES = ("data", "embeddings", "dlrm")
 _PR_SET_PDEATHSIG = 1
+_CLONE_NEWNET = 0x40000000
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,34 @@ class WorkerContext:
 
 
 @dataclass(frozen=True)
+class RankNetwork:
+    """Where a worker meets the others, if not where its launcher is.
+
+    Attributes:
+        namespace: file of a network namespace.
+        interface: the network interface in it that joins the workers.
+    """
+
+    namespace: str
+    interface: str
+
+    def enter(self) -> None:
+        """Takes the calling thread, and all that it starts from now on, into the namespace.
+
+        Sockets that are open stay where they are.
+
+        Raises:
+            OSError: naming the namespace.
+        """
+        libc = ctypes.CDLL(None, use_errno=True)  # os.setns is Python 3.12's.
+        with open(self.namespace) as opened:
+            if libc.setns(opened.fileno(), _CLONE_NEWNET) != 0:
+                number = ctypes.get_errno()
+                raise OSError(number, os.strerror(number), self.namespace)
+        os.environ["GLOO_SOCKET_IFNAME"] = self.interface
+
+
+@dataclass(frozen=True)
 class Task:
     """What every worker of a run does."""
 
@@ -53,6 +82,8 @@ class Task:
     device: str
     num_threads: int | None
     timeout_s: float
+    networks: tuple[RankNetwork, ...] | None = None
+    """By local rank; None: all stay where the launcher is."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +157,9 @@ def run_as_rank(task: Task, context: WorkerContext) -> Any:
     store.set(f"up/{rank}", "")
     store.wait([f"up/{other}" for other in range(world_size)], start_timeout)
     context.heartbeat.beat(NO_STEP, START)
+    if task.networks is not None:
+        # The store's connection stays; gloo's threads and connections come after, and follow.
+        task.networks[context.local_rank].enter()
     dist.init_process_group(
         "nccl" if task.device == "cuda" else "gloo",
         store=store,

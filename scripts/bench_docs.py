@@ -1,4 +1,4 @@
-"""Writes runs of `dlrm bench train` into docs/benchmarks.md, between its two markers.
+"""Writes runs of `dlrm bench` into docs/benchmarks.md, between its two markers.
 
     .venv/bin/python scripts/bench_docs.py RUN [RUN …] [--document docs/benchmarks.md]
 
@@ -21,22 +21,32 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from data.errors import UserError
 from data.files import write_whole
+from dlrm.bench.comparison import Figure
 from dlrm.bench.ratios import Spread
-from dlrm.bench.table import ratio_text, step_ms_text
+from dlrm.bench.roofline import roofline_lines
+from dlrm.bench.table import ratio_text
 
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "benchmarks.md"
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 WIDTH = 120
 HEADER = (
     "Written by `scripts/bench_docs.py` from the runs' files. In each cell: the median over "
-    "the turns, with the least and the greatest. A turn's time is its median training step. "
-    "× TorchRec: how many times as fast as the fastest TorchRec plan of the same precision, turn "
-    "by turn. All sides start from the same values and get the same batches."
+    "the turns, with the least and the greatest. × TorchRec: how many times as fast as the fastest "
+    "TorchRec plan of the same precision, turn by turn."
 )
+KINDS = {
+    "train": "A turn's time is its median training step. All sides start from the same values and "
+    "get the same batches, which are in memory before the clock starts.",
+    "exchange": "The tables alone: from ids to pooled vectors, and from a given gradient of these "
+    "to updated rows. A turn's time is its median step; batches are in memory before the clock "
+    "starts.",
+    "prepare": "From raw rows to what training reads, on one machine.",
+    "loader": "From what was prepared to batches, in one process; nothing trains meanwhile.",
+}
 NOT_MEASURED = (
-    "Not measured here: reading and preparing data (batches are in memory before the clock "
-    "starts), evaluation, checkpoints, other networks than the one named, GPUs, other machines. "
-    "Absolute times hold for this machine in that hour; ratios are of measurements taken in turns."
+    "Not measured here: evaluation, checkpoints, other networks than those named, GPUs, other "
+    "machines. Absolute times hold for this machine in that hour; ratios are of measurements taken "
+    "in turns."
 )
 
 
@@ -60,16 +70,16 @@ def read_run(folder: Path) -> dict[str, Any]:
     """result.json of a run that may be shown.
 
     Raises:
-        UserError: for a run that isn't there, isn't one of `dlrm bench train`, or failed: of sides
-            that can't run or don't agree no figure is shown.
+        UserError: for a run that isn't there, isn't one of `dlrm bench`, or failed: of sides that
+            can't run or don't agree no figure is shown.
     """
     path = folder / "result.json"
     try:
         result: dict[str, Any] = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: can't be read ({error}); name output folders of runs") from None
-    if result.get("kind") != "train" or "command" not in result:
-        raise UserError(f"{path}: isn't a run of `dlrm bench train`")
+    if result.get("kind") not in KINDS or "command" not in result:
+        raise UserError(f"{path}: isn't a run of `dlrm bench`")
     if result["status"] != "completed":
         raise UserError(
             f"{path}: the run isn't complete, nothing of it is shown: {result['status']}"
@@ -80,13 +90,15 @@ def read_run(folder: Path) -> dict[str, Any]:
 def render(results: Sequence[dict[str, Any]]) -> str:
     """The section's text, without its markers."""
     parts = [_wrapped(HEADER)]
+    said: set[str] = set()
     previous = ""
     for result in results:
         machine = _machine(result)
         if machine != previous:
             parts.append(machine)
         previous = machine
-        parts.append(_run(result))
+        parts.append(_run(result, explain=result["kind"] not in said))
+        said.add(result["kind"])
     return "\n".join([*parts, _wrapped(NOT_MEASURED)])
 
 
@@ -111,41 +123,61 @@ def _machine(result: dict[str, Any]) -> str:
     )
 
 
-def _run(result: dict[str, Any]) -> str:
-    described = result["description"]
+def _run(result: dict[str, Any], *, explain: bool) -> str:
+    described = dict(result["description"])
+    title = described.pop("bench")
     variables = " ".join(f"{name}={value}" for name, value in result["environment"].items())
     conditions = (
         f"Date {result['date']}, commit {result['commit'] or 'unknown'}. "
-        f"{described['model']}. {described['steps']}. Threads per process: "
+        f"{'. '.join(_named(*item) for item in described.items())}. Threads per process: "
         f"{result['num_threads']}{f', {variables}' if variables else ''}."
     )
     comparison = result["comparison"]
     lines = [
-        f"### {described['bench']}\n",
+        f"### {title}\n",
+        *([_wrapped(KINDS[result["kind"]])] if explain else []),
         f"```bash\n{result['command']}\n```\n",
         _wrapped(conditions),
-        "| side | precision | step, ms | × TorchRec | log loss |"
-        + (" MB sent per step and rank |" if result["world_size"] > 1 else ""),
-        "|---|---|---|---|---|" + ("---|" if result["world_size"] > 1 else ""),
-        *(_row(variant, result["world_size"]) for variant in comparison["variants"]),
+        *_table(comparison),
         "",
         *(f"- {line}" for line in (*comparison["claims"], *comparison["notes"])),
     ]
+    if "roofline" in result:
+        lines += ["", *roofline_lines(result["roofline"])]
     return "\n".join(lines) + "\n"
 
 
-def _row(variant: dict[str, Any], world_size: int) -> str:
-    ratio, logloss = variant["torchrec_ratio"], variant["logloss"]
-    cells = [
-        variant["side"],
-        variant["precision"],
-        step_ms_text(_spread(variant["step_ms"])),
-        "" if ratio is None else ratio_text(_spread(ratio)),
-        "" if logloss is None else f"{logloss:.5f}",
-    ]
-    if world_size > 1:
-        cells.append(f"{variant['bytes_sent_per_step_and_rank'] / 1e6:.2f}")
-    return f"| {' | '.join(cells)} |"
+def _named(name: str, text: str) -> str:
+    """A line of the description; a network by its name, as its figures don't say what they are."""
+    return f"Network {text}" if name == "network" else text
+
+
+def _table(comparison: dict[str, Any]) -> list[str]:
+    """The rows, with a column of precisions and one of TorchRec where there are any."""
+    variants = comparison["variants"]
+    main = Figure(key="", **comparison["main"])
+    columns = [Figure(key="", **c) for c in comparison["columns"] if c["header"] is not None]
+    has_precision = any(variant["precision"] for variant in variants)
+    has_torchrec = any(variant["torchrec_ratio"] is not None for variant in variants)
+    headers = ["side"]
+    headers += ["precision"] if has_precision else []
+    headers += [str(main.header)]
+    headers += ["× TorchRec"] if has_torchrec else []
+    # A bar would end the cell.
+    headers += [str(column.header).replace("|", "\\|") for column in columns]
+    lines = [f"| {' | '.join(headers)} |", "|" + "---|" * len(headers)]
+    for variant in variants:
+        ratio = variant["torchrec_ratio"]
+        cells = [variant["side"]]
+        cells += [variant["precision"]] if has_precision else []
+        cells += [main.spread_text(_spread(variant[main.name]))]
+        if has_torchrec:
+            cells.append("" if ratio is None else ratio_text(_spread(ratio)))
+        for column in columns:
+            value = variant[column.name]
+            cells.append("" if value is None else column.text(value))
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
 
 
 def _spread(values: dict[str, float]) -> Spread:

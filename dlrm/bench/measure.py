@@ -19,6 +19,7 @@ from torch import Tensor
 from data.batch import Batch
 from data.parquet import PreparedDataset
 from dlrm.bench.batches import memory_batches
+from dlrm.bench.network import read_sent_bytes
 from dlrm.config import BenchRun
 from dlrm.launch import WorkerContext
 from dlrm.metrics import BinaryMetrics, EvalResult
@@ -42,8 +43,8 @@ class SideTask:
     side: str
 
 
-class Side(Protocol):
-    """What is measured: one rank of a system that trains.
+class Steps(Protocol):
+    """What takes steps: one rank of a system.
 
     Attributes:
         note: one line on what exactly it is.
@@ -52,19 +53,23 @@ class Side(Protocol):
     note: str
 
     def step(self) -> None:
-        """Trains on the next batch."""
+        """Takes the next batch."""
+
+    def begin_window(self) -> None:
+        """The warm-up is over."""
+
+    def figures(self) -> dict[str, Any]:
+        """Further figures of the measured steps, per step."""
+
+
+class Side(Steps, Protocol):
+    """What is measured: one rank of a system that trains."""
 
     def end_training(self) -> None:
         """Comes to rest after the last step, ready for `logits`."""
 
     def logits(self, batch: Batch) -> Tensor | None:
         """`(B,)` of a batch as the model is now; None of what has no model."""
-
-    def figures(self) -> dict[str, Any]:
-        """Further figures of the measured steps, per step."""
-
-    def begin_window(self) -> None:
-        """The warm-up is over."""
 
 
 BuildSide = Callable[
@@ -79,54 +84,75 @@ def measure_rank(context: WorkerContext, task: SideTask) -> dict[str, Any]:
 
     config, bench = task.config, task.config.bench
     dataset = PreparedDataset(task.dataset_root)
-    num_steps = bench.warmup_steps + bench.steps
     started_s = time.perf_counter()
-    context.heartbeat.beat(0, "batches")
-    batches = _batches(context, task, dataset, "train", num_steps)
-    eval_batches = _batches(
-        context, task, dataset, "valid", max(1, bench.eval_samples // config.data.batch_size)
-    )
+    batches = training_batches(context, config, dataset)
+    num_eval = max(1, bench.eval_samples // config.data.batch_size)
+    eval_batches = bench_batches(context, config, dataset, "valid", num_eval)
     context.heartbeat.beat(0, "build")
     with builder(task.side)(context, task, dataset, batches) as side:
         built_s = time.perf_counter()
         started = _evaluate(context, side, eval_batches)
-        step_ms: list[float] = []
-        sent = _SentBytes(context)
-        for number in range(num_steps):
-            if number == bench.warmup_steps:
-                sent.begin()
-                side.begin_window()
-            context.heartbeat.beat(number + 1, "step")
-            start_s = time.perf_counter()
-            side.step()
-            step_ms.append((time.perf_counter() - start_s) * 1e3)
-        sent_bytes = sent.end() / bench.steps
-        figures = side.figures()
+        figures = timed_steps(context, side, config)
         side.end_training()
-        context.heartbeat.beat(num_steps, "evaluate")
+        context.heartbeat.beat(len(batches), "evaluate")
         evaluated = _evaluate(context, side, eval_batches)
-        measured = step_ms[bench.warmup_steps :]
         return {
-            "note": side.note,
-            "step_ms_p50": statistics.median(measured),
-            "step_ms_mean": statistics.fmean(measured),
-            "step_ms": [round(ms, 3) for ms in measured],
+            **figures,
             "logloss": None if evaluated is None else evaluated.logloss,
             "auc": None if evaluated is None else evaluated.auc,
             "logloss_start": None if started is None else started.logloss,
             "eval_samples": 0 if evaluated is None else evaluated.num_samples,
-            "bytes_sent_per_step_and_rank": sent_bytes,
-            "num_threads": torch.get_num_threads(),
-            "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             "build_s": built_s - started_s,
-            **figures,
         }
 
 
-def _batches(
-    context: WorkerContext, task: SideTask, dataset: PreparedDataset, part: str, count: int
+def timed_steps(context: WorkerContext, side: Steps, config: BenchRun) -> dict[str, Any]:
+    """Warms up, then measures `bench.steps` steps of this rank; the figures of both."""
+    bench = config.bench
+    step_ms: list[float] = []
+    sent = _SentBytes(context)
+    for number in range(bench.warmup_steps + bench.steps):
+        if number == bench.warmup_steps:
+            sent.begin()
+            side.begin_window()
+        context.heartbeat.beat(number + 1, "step")
+        start_s = time.perf_counter()
+        side.step()
+        step_ms.append((time.perf_counter() - start_s) * 1e3)
+    sent_bytes = sent.end() / bench.steps
+    measured = step_ms[bench.warmup_steps :]
+    return {
+        "note": side.note,
+        "step_ms_p50": statistics.median(measured),
+        "step_ms_mean": statistics.fmean(measured),
+        "step_ms": [round(ms, 3) for ms in measured],
+        "bytes_sent_per_step_and_rank": sent_bytes,
+        **process_figures(),
+        **side.figures(),
+    }
+
+
+def process_figures() -> dict[str, Any]:
+    """What every measurement tells of its process."""
+    return {
+        "num_threads": torch.get_num_threads(),
+        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    }
+
+
+def training_batches(
+    context: WorkerContext, config: BenchRun, dataset: PreparedDataset
 ) -> list[Batch]:
-    config = task.config
+    """This rank's batches for all steps, those to warm up included."""
+    num_steps = config.bench.warmup_steps + config.bench.steps
+    return bench_batches(context, config, dataset, "train", num_steps)
+
+
+def bench_batches(
+    context: WorkerContext, config: BenchRun, dataset: PreparedDataset, part: str, count: int
+) -> list[Batch]:
+    """This rank's share of the first global batches of a part, in memory."""
+    context.heartbeat.beat(0, "batches")
     return memory_batches(
         dataset,
         part,
@@ -172,18 +198,15 @@ class _SentBytes:
         self._begin = 0
 
     def begin(self) -> None:
-        self._begin = self._read()
+        if self._num_ranks > 1:
+            self._begin = read_sent_bytes(self._interface)
 
     def end(self) -> float:
         if self._num_ranks == 1:
             return 0.0
-        sent = float(self._read() - self._begin)
+        sent = float(read_sent_bytes(self._interface) - self._begin)
         if self._interface == "lo":
             return sent / self._num_ranks
         gathered: list[Any] = [None] * self._num_ranks
         dist.all_gather_object(gathered, sent)
         return statistics.fmean(gathered)
-
-    def _read(self) -> int:
-        path = Path("/sys/class/net") / self._interface / "statistics" / "tx_bytes"
-        return int(path.read_text()) if path.exists() else 0

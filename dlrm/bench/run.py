@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from dlrm.bench import exchange_bench, loader_bench, prepare_bench, train_bench
+from dlrm.bench.ignored_keys import warn_of_ignored
 from dlrm.bench.machine import provenance
-from dlrm.bench.train_bench import MEASUREMENTS, bench_train
+from dlrm.bench.network import open_network
+from dlrm.bench.turns import MEASUREMENTS, Session
 from dlrm.config import BenchRun
 from dlrm.run_record import RunRecord
 
+_KINDS: dict[str, tuple[Callable[[Session], list[str]], Mapping[str, bool]]] = {
+    "train": (train_bench.bench_train, train_bench.READS),
+    "exchange": (exchange_bench.bench_exchange, exchange_bench.READS),
+    "prepare": (prepare_bench.bench_prepare, prepare_bench.READS),
+    "loader": (loader_bench.bench_loader, loader_bench.READS),
+}
+
 
 class BenchFailed(RuntimeError):
-    """A side couldn't run, or the sides haven't trained the same model."""
+    """A side couldn't run, or the sides haven't done the same work."""
 
 
 def run_bench(
@@ -47,9 +57,11 @@ def run_bench(
     )
     # Of a run that was here before, where the folder may be used again.
     (record.folder.path / MEASUREMENTS).unlink(missing_ok=True)
+    measure, reads = _KINDS[config.kind]
     try:
-        with record:
-            problems = bench_train(config, record.folder, record.result, say)
+        with record, open_network(config.bench.network, config.launch.nproc) as network:
+            warn_of_ignored(config.kind, reads, command)
+            problems = measure(Session(config, record.folder, record.result, say, network))
             if problems:
                 raise BenchFailed("; ".join(problems))
     finally:

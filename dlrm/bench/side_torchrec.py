@@ -4,11 +4,13 @@
 (fbgemm), `DistributedModelParallel` with an explicit plan, the dense network in DDP (in one process
 without), batches as `KeyedJaggedTensor` with 32-bit ids made before the clock starts, and, where
 the side's name says so, `TrainPipelineSparseDist`. bf16 is autocast around the model's forward.
+
+Of the exchange alone, `DistributedModelParallel` of the `EmbeddingBagCollection`, as its tutorial
+has it: forward, and backward from a given gradient with the update fused into it.
 """
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,12 +19,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from torch import Tensor
+from torch import Tensor, nn
 from torchrec.datasets.utils import Batch as PeerBatch
 from torchrec.distributed import DistributedModelParallel, TrainPipelineSparseDist
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.sharding_plan import (
+    ParameterShardingGenerator,
     construct_module_sharding_plan,
+    data_parallel,
     row_wise,
     table_wise,
 )
@@ -32,18 +36,23 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from data.batch import Batch
 from data.parquet import PreparedDataset
+from dlrm.bench.exchange_steps import ExchangeTask, given_gradient
 from dlrm.bench.measure import SideTask
+from dlrm.bench.side_embedding_bag import row_optimizer
 from dlrm.bench.start_values import dense_start_values, fill_table
 from dlrm.build import build_tables
 from dlrm.config import BenchRun
 from dlrm.launch import WorkerContext
+from dlrm.optim import build_dense_optimizer
 from embeddings.table import FeatureConfig, TableConfig
 
 _EBC_PATH = "model.sparse_arch.embedding_bag_collection"
+_REPLICATED_ROWS = 2_000
+"""`mixed`: tables of at most so many rows are replicated, as their planner does with small ones."""
 _OPTIMIZERS = {
     "sgd": EmbOptimType.EXACT_SGD,
     "adagrad": EmbOptimType.EXACT_ADAGRAD,
@@ -55,15 +64,30 @@ _OPTIMIZERS = {
 def build(
     context: WorkerContext, task: SideTask, dataset: PreparedDataset, batches: list[Batch]
 ) -> Iterator[TorchRecSide]:
-    """See `measure.BuildSide`. TorchRec wants a process group for one process too."""
+    """See `measure.BuildSide`."""
+    with _group():
+        yield TorchRecSide(context, task, dataset, batches)
+
+
+@contextmanager
+def build_exchange(
+    context: WorkerContext, task: ExchangeTask, dataset: PreparedDataset, batches: list[Batch]
+) -> Iterator[TorchRecExchange]:
+    """See `exchange_steps.BuildExchange`."""
+    with _group():
+        yield TorchRecExchange(context, task, dataset, batches)
+
+
+@contextmanager
+def _group() -> Iterator[None]:
+    """TorchRec wants a process group for one process too."""
     # Of names that torch has deprecated: not ours to mend.
     warnings.simplefilter("ignore")
-    logging.getLogger("torch.fx").setLevel(logging.ERROR)
     alone = not dist.is_initialized()
     if alone:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        yield TorchRecSide(context, task, dataset, batches)
+        yield
     finally:
         if alone:
             dist.destroy_process_group()
@@ -78,44 +102,18 @@ class TorchRecSide:
         config, self._precision = task.config, task.config.train.precision
         tables, features = build_tables(config, dataset.manifest)
         self._keys = [feature.name for feature in features]
-        by_rows, pipelined = "row_wise" in task.side, task.side.endswith("pipelined")
-        num_ranks = context.world_size
-        model = _build_model(config, len(dataset.manifest.dense_columns), tables, features)
-        sharder = _sharder(config)
-        owners = _deal_out(tables, num_ranks)
-        plan = construct_module_sharding_plan(
-            model.get_submodule(_EBC_PATH),
-            {
-                table.name: (
-                    row_wise(compute_kernel="fused")
-                    if by_rows
-                    else table_wise(rank=owners[table.name], compute_kernel="fused")
-                )
-                for table in tables
-            },
-            sharder=sharder,
-            local_size=num_ranks,
-            world_size=num_ranks,
-            device_type="cpu",
+        pipelined = task.side.endswith("pipelined")
+        self._model = _distributed(
+            _build_model(config, len(dataset.manifest.dense_columns), tables, features),
+            _EBC_PATH,
+            task.side,
+            config,
+            tables,
+            context.world_size,
         )
-        world = dist.group.WORLD
-        assert world is not None
-        self._model = DistributedModelParallel(
-            model,
-            env=ShardingEnv.from_process_group(world),
-            device=torch.device("cpu"),
-            plan=ShardingPlan({_EBC_PATH: plan}),
-            sharders=[sharder],
-            init_data_parallel=num_ranks > 1,
-        )
-        _fill(self._model, config, tables, features, dataset)
-        dense = dict(in_backward_optimizer_filter(self._model.named_parameters()))
-        self._optimizer = CombinedOptimizer(
-            [
-                self._model.fused_optimizer,
-                KeyedOptimizerWrapper(dense, lambda values: _dense_optimizer(values, config)),
-            ]
-        )
+        _fill_tables(self._model, _EBC_PATH, config, tables)
+        _fill_dense(self._model, config, tables, features, dataset)
+        self._optimizer = _optimizer(self._model, config)
         self._batches = iter([self._peer_batch(batch) for batch in batches])
         self._pipeline: TrainPipelineSparseDist | None = None
         if pipelined:
@@ -126,10 +124,8 @@ class TorchRecSide:
                 execute_all_batches=True,
                 custom_model_fwd=self._forward,
             )
-        self.note = "TorchRec, fused tables, {}, {}".format(
-            "every table cut into equal row ranges" if by_rows else "whole tables dealt out",
-            "TrainPipelineSparseDist" if pipelined else "no pipeline",
-        )
+        pipeline = "TrainPipelineSparseDist" if pipelined else "no pipeline"
+        self.note = f"TorchRec, fused tables, {_describe_plan(task.side)}, {pipeline}"
 
     def step(self) -> None:
         """See `measure.Side`."""
@@ -164,22 +160,160 @@ class TorchRecSide:
         return found
 
     def _peer_batch(self, batch: Batch) -> PeerBatch:
-        ids = batch.ids
-        sparse = KeyedJaggedTensor(
-            keys=self._keys,
-            values=ids.values_L.int(),
-            lengths=ids.offsets.diff().int(),
-            stride=batch.batch_size,
+        return PeerBatch(batch.dense_BN, _keyed_ids(batch, self._keys), batch.label_B)
+
+
+class TorchRecExchange:
+    """See `exchange_steps.ExchangeSide`."""
+
+    def __init__(
+        self,
+        context: WorkerContext,
+        task: ExchangeTask,
+        dataset: PreparedDataset,
+        batches: list[Batch],
+    ) -> None:
+        config = task.config
+        tables, features = build_tables(config, dataset.manifest)
+        self._keys = [feature.name for feature in features]
+        collection = _collection(tables, features)
+        self._model = _distributed(collection, "", task.side, config, tables, context.world_size)
+        _fill_tables(self._model, "", config, tables)
+        self._optimizer = _optimizer(self._model, config)
+        self._ids = iter([_keyed_ids(batch, self._keys) for batch in batches])
+        dims = {table.name: table.dim for table in tables}
+        # They divide by the number of ranks, for losses that are means over a rank's samples.
+        grad_BS = given_gradient(config, dims, features, batches[0]) * context.world_size
+        widths = [dims[feature.table] for feature in features]
+        self._grads = dict(zip(self._keys, grad_BS.split(widths, 1), strict=True))
+        self._grad_BS: Tensor | None = None
+        self.note = f"TorchRec, fused tables, {_describe_plan(task.side)}"
+
+    def step(self) -> None:
+        """See `measure.Steps`."""
+        self._optimizer.zero_grad()
+        pooled = self._lookup(next(self._ids))
+        if self._grad_BS is None:  # In the first step, to warm up: the order of their columns.
+            columns = pooled.keys()
+            self._grad_BS = torch.cat([self._grads[key] for key in columns], dim=1)
+        pooled.values().backward(self._grad_BS)
+        self._optimizer.step()
+
+    def begin_window(self) -> None:
+        """See `measure.Steps`."""
+
+    def figures(self) -> dict[str, Any]:
+        """None of its own."""
+        return {}
+
+    def pooled(self, batch: Batch) -> Tensor:
+        """See `exchange_steps.ExchangeSide`."""
+        found = self._lookup(_keyed_ids(batch, self._keys)).to_dict()
+        return torch.cat([found[key] for key in self._keys], dim=1)
+
+    def _lookup(self, ids: KeyedJaggedTensor) -> KeyedTensor:
+        return self._model(ids).wait()
+
+
+def _keyed_ids(batch: Batch, keys: list[str]) -> KeyedJaggedTensor:
+    ids = batch.ids
+    return KeyedJaggedTensor(
+        keys=keys,
+        values=ids.values_L.int(),
+        lengths=ids.offsets.diff().int(),
+        stride=batch.batch_size,
+    )
+
+
+def _distributed(
+    model: nn.Module,
+    path: str,
+    side: str,
+    config: BenchRun,
+    tables: list[TableConfig],
+    num_ranks: int,
+) -> DistributedModelParallel:
+    """The model under the plan that the side's name says; `path` is that of its tables in it."""
+    sharder = _sharder(config)
+    plan = construct_module_sharding_plan(
+        model.get_submodule(path),
+        _shardings(side, tables, num_ranks),
+        sharder=sharder,
+        local_size=num_ranks,
+        world_size=num_ranks,
+        device_type="cpu",
+    )
+    world = dist.group.WORLD
+    assert world is not None
+    return DistributedModelParallel(
+        model,
+        env=ShardingEnv.from_process_group(world),
+        device=torch.device("cpu"),
+        plan=ShardingPlan({path: plan}),
+        sharders=[sharder],
+        init_data_parallel=num_ranks > 1,
+    )
+
+
+def _shardings(
+    side: str, tables: list[TableConfig], num_ranks: int
+) -> dict[str, ParameterShardingGenerator]:
+    """Each table's place."""
+    if "row_wise" in side:
+        return {table.name: row_wise(compute_kernel="fused") for table in tables}
+    whole = tables
+    if "mixed" in side:
+        whole = [table for table in tables if table.rows > _REPLICATED_ROWS]
+    owners = _deal_out(whole, num_ranks)
+    return {
+        table.name: (
+            table_wise(rank=owners[table.name], compute_kernel="fused")
+            if table.name in owners
+            else data_parallel()
         )
-        return PeerBatch(batch.dense_BN, sparse, batch.label_B)
+        for table in tables
+    }
+
+
+def _describe_plan(side: str) -> str:
+    if "row_wise" in side:
+        return "every table cut into equal row ranges"
+    if "mixed" in side:
+        return f"tables up to {_REPLICATED_ROWS:,} rows replicated, the others whole dealt out"
+    return "whole tables dealt out"
+
+
+def _optimizer(model: DistributedModelParallel, config: BenchRun) -> CombinedOptimizer:
+    """What is fused; torch's own for replicated tables, with the rows' rule, and for the rest."""
+    left = dict(in_backward_optimizer_filter(model.named_parameters()))
+    tables = {name: values for name, values in left.items() if "embedding_bags." in name}
+    dense = {name: values for name, values in left.items() if name not in tables}
+    parts = [model.fused_optimizer]
+    if tables:
+        parts.append(KeyedOptimizerWrapper(tables, lambda values: row_optimizer(values, config)))
+    if dense:
+        parts.append(KeyedOptimizerWrapper(dense, lambda values: _dense_optimizer(values, config)))
+    return CombinedOptimizer(parts)
 
 
 def _build_model(
     config: BenchRun, num_dense: int, tables: list[TableConfig], features: list[FeatureConfig]
 ) -> DLRMTrain:
-    """Their model of this configuration's widths; tables without memory, which DMP gives them."""
+    """Their model of this configuration's widths."""
+    return DLRMTrain(
+        DLRM(
+            embedding_bag_collection=_collection(tables, features),
+            dense_in_features=num_dense,
+            dense_arch_layer_sizes=[*config.model.bottom_mlp, config.model.embedding_dim],
+            over_arch_layer_sizes=[*config.model.top_mlp, 1],
+        )
+    )
+
+
+def _collection(tables: list[TableConfig], features: list[FeatureConfig]) -> EmbeddingBagCollection:
+    """The tables without memory, which DMP gives them."""
     pooling = {feature.table: feature.pooling for feature in features}
-    collection = EmbeddingBagCollection(
+    return EmbeddingBagCollection(
         device=torch.device("meta"),
         tables=[
             EmbeddingBagConfig(
@@ -192,14 +326,6 @@ def _build_model(
             for table in tables
         ],
     )
-    return DLRMTrain(
-        DLRM(
-            embedding_bag_collection=collection,
-            dense_in_features=num_dense,
-            dense_arch_layer_sizes=[*config.model.bottom_mlp, config.model.embedding_dim],
-            over_arch_layer_sizes=[*config.model.top_mlp, 1],
-        )
-    )
 
 
 def _sharder(config: BenchRun) -> EmbeddingBagCollectionSharder:
@@ -211,8 +337,6 @@ def _sharder(config: BenchRun) -> EmbeddingBagCollectionSharder:
 
 
 def _dense_optimizer(parameters: Any, config: BenchRun) -> torch.optim.Optimizer:
-    from dlrm.optim import build_dense_optimizer
-
     return build_dense_optimizer(torch.nn.ParameterList(parameters), config.optim)
 
 
@@ -227,20 +351,30 @@ def _deal_out(tables: list[TableConfig], num_ranks: int) -> dict[str, int]:
 
 
 @torch.no_grad()
-def _fill(
+def _fill_tables(
+    model: DistributedModelParallel, path: str, config: BenchRun, tables: list[TableConfig]
+) -> None:
+    """This system's start values, at the places that this model has for them."""
+    state = model.state_dict()
+    for table in tables:
+        held = state[f"{path}.embedding_bags.{table.name}.weight".removeprefix(".")]
+        if not hasattr(held, "local_shards"):  # Replicated.
+            fill_table(held, table, config.seed)
+            continue
+        for shard in held.local_shards():
+            row_start, col_start = shard.metadata.shard_offsets
+            fill_table(shard.tensor, table, config.seed, row_start=row_start, col_start=col_start)
+
+
+@torch.no_grad()
+def _fill_dense(
     model: DistributedModelParallel,
     config: BenchRun,
     tables: list[TableConfig],
     features: list[FeatureConfig],
     dataset: PreparedDataset,
 ) -> None:
-    """This system's start values, at the places that this model has for them."""
-    state = model.state_dict()
-    for table in tables:
-        held = state[f"{_EBC_PATH}.embedding_bags.{table.name}.weight"]
-        for shard in held.local_shards():
-            row_start, col_start = shard.metadata.shard_offsets
-            fill_table(shard.tensor, table, config.seed, row_start=row_start, col_start=col_start)
+    """The same for the dense network."""
     dlrm = model.module.model
     own = dense_start_values(config, dataset.manifest)
     theirs = [*dlrm.dense_arch.parameters(), *dlrm.over_arch.parameters()]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, cast
 
@@ -19,11 +20,15 @@ if TYPE_CHECKING:
 
 OWN = "dlrm"
 FLOOR = "gemm_floor"
+ALL_TO_ALL_FLOOR = "all_to_all_floor"
+FLOORS = (FLOOR, ALL_TO_ALL_FLOOR)
 TORCHREC = (
     "torchrec_table_wise",
     "torchrec_table_wise_pipelined",
     "torchrec_row_wise",
     "torchrec_row_wise_pipelined",
+    "torchrec_mixed",
+    "torchrec_mixed_pipelined",
 )
 EMBEDDING_BAG = "embedding_bag"
 SIDES = {
@@ -39,8 +44,16 @@ SIDES = {
 TORCHREC_VERSION = "1.8.0"
 
 
+def hush_torchrec() -> None:
+    """Silences what TorchRec says about itself when it is imported and built; in workers only."""
+    for name in ("torch.fx._symbolic_trace", "torchrec.distributed.utils"):
+        logging.getLogger(name).disabled = True
+
+
 def builder(side: str) -> BuildSide:
     """What builds a side, imported only where it is measured."""
+    if side in TORCHREC:
+        hush_torchrec()
     module = (
         "side_torchrec" if side in TORCHREC else {OWN: "side_dlrm", FLOOR: "side_gemm"}.get(side)
     )
@@ -62,9 +75,7 @@ def check_sides(config: BenchRun, sides: list[str]) -> None:
     Raises:
         UserError: naming the key.
     """
-    unknown = [side for side in sides if side not in SIDES]
-    if unknown:
-        raise UserError(f"bench.sides: no side {unknown[0]}; there are {', '.join(SIDES)}")
+    check_names(sides, SIDES)
     peers = [side for side in sides if side not in (OWN, FLOOR)]
     if not peers:
         return
@@ -74,7 +85,6 @@ def check_sides(config: BenchRun, sides: list[str]) -> None:
         ("model.table_dims", config.model.table_dims, {}),
         ("train.accumulate", config.train.accumulate, 1),
         ("optim.clip_norm", config.optim.clip_norm, None),
-        ("optim.sparse.weight_decay", config.optim.sparse.weight_decay, 0.0),
         ("optim.schedule.warmup_steps", config.optim.schedule.warmup_steps, 0),
         ("optim.schedule.decay_steps", config.optim.schedule.decay_steps, 0),
     ):
@@ -83,7 +93,33 @@ def check_sides(config: BenchRun, sides: list[str]) -> None:
                 f"{key}={value}: the peers {', '.join(peers)} are built for {key}={wanted} only; "
                 "change it, or leave them out of bench.sides"
             )
-    rule = config.optim.sparse.name
+    check_row_updates(config, sides)
+
+
+def check_names(sides: Sequence[str], known: Iterable[str]) -> None:
+    """Refuses sides that there aren't.
+
+    Raises:
+        UserError: listing those that there are.
+    """
+    unknown = [side for side in sides if side not in known]
+    if unknown:
+        raise UserError(f"bench.sides: no side {unknown[0]}; there are {', '.join(known)}")
+
+
+def check_row_updates(config: BenchRun, sides: Sequence[str]) -> None:
+    """Refuses tables and update rules that a peer doesn't have.
+
+    Raises:
+        UserError: naming the key.
+    """
+    rule, decay = config.optim.sparse.name, config.optim.sparse.weight_decay
+    peers = [side for side in sides if side == EMBEDDING_BAG or side in TORCHREC]
+    if peers and decay:
+        raise UserError(
+            f"optim.sparse.weight_decay={decay}: the peers {', '.join(peers)} are built for 0.0 "
+            "only; change it, or leave them out of bench.sides"
+        )
     if EMBEDDING_BAG in sides and rule not in ("sgd", "adagrad"):
         raise UserError(
             f"optim.sparse.name={rule}: torch has no such optimizer for sparse gradients, so "
@@ -93,13 +129,13 @@ def check_sides(config: BenchRun, sides: list[str]) -> None:
         _check_torchrec(config, sides)
 
 
-def check_data(manifest: Manifest, sides: list[str]) -> None:
+def check_data(manifest: Manifest, sides: Sequence[str]) -> None:
     """Refuses data that the peers aren't built for: they would train another model.
 
     Raises:
         UserError: naming what it is.
     """
-    peers = [side for side in sides if side not in (OWN, FLOOR)]
+    peers = [side for side in sides if side == EMBEDDING_BAG or side in TORCHREC]
     if not peers:
         return
     features, schema = manifest.features, manifest.schema
@@ -119,7 +155,7 @@ def check_data(manifest: Manifest, sides: list[str]) -> None:
             )
 
 
-def check_memory(config: BenchRun, sides: list[str], tables: Sequence[TableConfig]) -> None:
+def check_memory(config: BenchRun, sides: Sequence[str], tables: Sequence[TableConfig]) -> None:
     """Refuses tables that don't fit: a measurement that swaps or is killed tells nothing.
 
     Raises:
@@ -135,7 +171,7 @@ def check_memory(config: BenchRun, sides: list[str], tables: Sequence[TableConfi
     )
     for side in sides:
         copies = config.launch.nproc if side == EMBEDDING_BAG else 1
-        if side != FLOOR and copies * num_bytes > available:
+        if side not in FLOORS and copies * num_bytes > available:
             others = ",".join(other for other in sides if other != side)
             gib = 2**30
             raise UserError(
@@ -146,20 +182,35 @@ def check_memory(config: BenchRun, sides: list[str], tables: Sequence[TableConfi
             )
 
 
-def _check_torchrec(config: BenchRun, sides: list[str]) -> None:
-    others = ",".join(side for side in sides if side not in TORCHREC)
+def check_torchrec_installed(others: Sequence[str], *more: str) -> None:
+    """Refuses to compare with a TorchRec that isn't there, or is another one.
+
+    Args:
+        others: the sides that can be measured without.
+        more: distributions that it needs besides for what is measured.
+
+    Raises:
+        UserError: saying how to get it.
+    """
     try:
         found = version("torchrec")
-    except PackageNotFoundError:
+        for name in more:
+            version(name)
+    except PackageNotFoundError as error:
         raise UserError(
-            "bench.sides: torchrec isn't installed. Run `DLRM_EXTRAS=peers scripts/dlrm bench …` "
-            f"once, or leave it out: bench.sides=[{others}]"
+            f"bench.sides: {error.name or error} isn't installed. Run `DLRM_EXTRAS=peers "
+            f"scripts/dlrm bench …` once, or leave TorchRec out: bench.sides=[{','.join(others)}]"
         ) from None
     if found != TORCHREC_VERSION:
         raise UserError(
             f"bench.sides: torchrec {found} is installed; compared is {TORCHREC_VERSION}, which "
             "goes with this torch. Run `DLRM_EXTRAS=peers scripts/dlrm bench …`"
         )
+
+
+def _check_torchrec(config: BenchRun, sides: Sequence[str]) -> None:
+    others = ",".join(side for side in sides if side not in TORCHREC)
+    check_torchrec_installed([side for side in sides if side not in TORCHREC])
     rule = config.optim.sparse.name
     if rule not in ("sgd", "adagrad", "rowwise_adagrad"):
         raise UserError(
@@ -170,4 +221,15 @@ def _check_torchrec(config: BenchRun, sides: list[str]) -> None:
         raise UserError(
             f"model.embedding_dim={config.model.embedding_dim}: TorchRec wants a multiple of 4; "
             f"change it, or leave TorchRec out: bench.sides=[{others}]"
+        )
+    mixed = [side for side in sides if "mixed" in side]
+    if mixed and config.launch.nproc == 1:
+        raise UserError(
+            f"bench.sides: {mixed[0]} divides the tables among processes; set launch.nproc=2, or "
+            "leave it out"
+        )
+    if mixed and rule == "rowwise_adagrad":
+        raise UserError(
+            f"optim.sparse.name={rule}: {mixed[0]} replicates small tables, whose rows torch's own "
+            "optimizers update, and these don't have it; leave it out of bench.sides"
         )

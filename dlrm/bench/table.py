@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import textwrap
+
 from rich.console import Console
 from rich.table import Column, Table
 
@@ -9,10 +11,11 @@ from dlrm.bench.comparison import Comparison, VariantSummary
 from dlrm.bench.ratios import Spread
 
 MAX_WIDTH = 100
+_MAX_RATIO_COLUMNS = 2
 
 
 def print_comparison(comparison: Comparison, console: Console | None = None) -> None:
-    """Prints a row per side and precision, and below the claims."""
+    """Prints a row per side and precision, and below notes, claims and problems."""
     if console is None:
         console = Console()
         console.width = min(console.width, MAX_WIDTH) if console.is_terminal else MAX_WIDTH
@@ -27,13 +30,16 @@ def print_comparison(comparison: Comparison, console: Console | None = None) -> 
         table.add_row(*_cells(comparison, variant))
     console.print()
     console.print(table)
-    for line in [*comparison.notes(), *comparison.claims(), *comparison.problems]:
-        console.print(line, markup=False, highlight=False)
+    for line in [*comparison.notes, *comparison.claims(), *comparison.problems]:
+        text = line if "\n" in line else wrapped(line, "    ", console.width)
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-def step_ms_text(step_ms: Spread) -> str:
-    """`51.3 (49.8-60.2)`; without decimals from 100 ms on."""
-    return step_ms.text(1 if step_ms.greatest < 100 else 0)
+def wrapped(text: str, indent: str, width: int = MAX_WIDTH) -> str:
+    """Text in lines of at most `width` columns, those after the first indented."""
+    return textwrap.fill(
+        text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def ratio_text(ratio: Spread) -> str:
@@ -41,23 +47,30 @@ def ratio_text(ratio: Spread) -> str:
     return ratio.text(2 if ratio.greatest < 10 else 1 if ratio.greatest < 100 else 0)
 
 
+def _ratio_names(comparison: Comparison) -> list[str]:
+    """The variants of this system that have a column of ratios: all, or the first of many."""
+    names = [own.name for own in comparison.own()]
+    return names if len(names) <= _MAX_RATIO_COLUMNS else names[:1]
+
+
 def _columns(comparison: Comparison) -> list[Column]:
-    names = ["step ms", *(f"/ {own.name}" for own in comparison.own()), "log loss"]
-    if comparison.world_size > 1:
-        names.append("MB/step")
+    yardstick = comparison.yardstick
+    more = [column.header for column in yardstick.columns if column.header is not None]
+    names = [yardstick.main.header or "", *(f"/ {n}" for n in _ratio_names(comparison)), *more]
     return [Column("side"), *(Column(name, justify="right") for name in names)]
 
 
 def _cells(comparison: Comparison, variant: VariantSummary) -> list[str]:
-    own_names = [own.name for own in comparison.own()]
-    if variant.step_ms is None:
-        blanks = len(own_names) + (2 if comparison.world_size > 1 else 1)
-        return [f"  {variant.side}", "failed", *[""] * blanks]
-    cells = [f"  {variant.side}", step_ms_text(variant.step_ms)]
-    for own in own_names:
+    yardstick = comparison.yardstick
+    cells = [f"  {variant.side}" if variant.precision else variant.side]
+    if variant.main is None:
+        return [*cells, "failed"]
+    cells.append(yardstick.main.spread_text(variant.main))
+    for own in _ratio_names(comparison):
         ratio = variant.ratio_to.get(own)
         cells.append("" if ratio is None else ratio_text(ratio))
-    cells.append("" if variant.logloss is None else f"{variant.logloss:.5f}")
-    if comparison.world_size > 1:
-        cells.append(f"{(variant.sent_bytes or 0.0) / 1e6:.2f}")
+    for column in yardstick.columns:
+        if column.header is not None:
+            value = variant.columns[column.name]
+            cells.append("" if value is None else column.text(value))
     return cells

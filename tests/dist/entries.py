@@ -1,9 +1,10 @@
-"""What the workers of tests/dist/test_launch.py run. Workers import this module by its name."""
+"""What the workers of test_launch.py and test_bench_network.py run, which import it by its name."""
 
 from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 import time
 import warnings
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from data.errors import UserError
+from dlrm.bench.network import measure_link, read_sent_bytes
 from dlrm.launch import WorkerContext
 
 FOR_EVER_S = 10_000.0
@@ -104,3 +106,30 @@ def beat_slowly(context: WorkerContext, seconds: float) -> int:
         context.heartbeat.beat(step, "evaluate")
         time.sleep(0.1)
     return step
+
+
+def send_bytes(context: WorkerContext, num_bytes: int) -> dict[str, Any]:
+    """Three times rank 0 sends `num_bytes` to rank 1, which sends twice as many; what each rank's
+    interface counts, each time."""
+    sizes = [num_bytes * (rank + 1) for rank in range(2)]
+    sent, received = (
+        torch.zeros(sizes[r], dtype=torch.uint8) for r in (context.rank, 1 - context.rank)
+    )
+    counts = []
+    for _ in range(3):
+        dist.barrier()
+        start = read_sent_bytes(os.environ["GLOO_SOCKET_IFNAME"])
+        works = [dist.irecv(received, 1 - context.rank), dist.isend(sent, 1 - context.rank)]
+        for work in works:
+            assert work is not None
+            work.wait()
+        dist.barrier()  # What the other hasn't got yet may not have left here.
+        counts.append(read_sent_bytes(os.environ["GLOO_SOCKET_IFNAME"]) - start)
+    interfaces = sorted(name for _, name in socket.if_nameindex())
+    gathered: list[Any] = [None, None]
+    dist.all_gather_object(gathered, (interfaces, counts))
+    return {
+        "interfaces": [names for names, _ in gathered],
+        "sent_bytes": [counts for _, counts in gathered],
+        "link": measure_link(context),
+    }

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from dlrm.bench.comparison import Measurement, Variant, compare
+from dlrm.bench.prepare_bench import prepare_yardstick
+from dlrm.bench.train_bench import train_yardstick
 
 ROOT = Path(__file__).parents[2]
 
@@ -50,7 +52,7 @@ def result(world_size: int = 1, **more: Any) -> dict[str, Any]:
         for repeat, ms in enumerate(turns)
     ]
     variants = [Variant(side, "fp32") for side in step_ms]
-    comparison = compare(variants, measurements, world_size=world_size, logloss_tolerance=0.001)
+    comparison = compare(variants, measurements, train_yardstick(world_size, 0.001))
     return {
         "status": "completed",
         "kind": "train",
@@ -72,6 +74,34 @@ def result(world_size: int = 1, **more: Any) -> dict[str, Any]:
         },
         "comparison": comparison.as_dict(),
     } | more  # fmt: skip
+
+
+def prepare_result() -> dict[str, Any]:
+    """result.json of `dlrm bench prepare`, of one turn."""
+    rates = {"dlrm": 240_000.0, "torchrec": 16_000.0, "pyarrow_csv": 600_000.0}
+    measurements = [
+        Measurement(
+            Variant(side, ""),
+            0,
+            {
+                "rows_per_s": rate,
+                "rows": 20_000 if side == "torchrec" else 60_000,
+                "common_label_sum": 5_056,
+                "peak_rss_bytes": 2**29,
+                "num_threads": 2,
+                "note": "how it was done",
+            },
+        )
+        for side, rate in rates.items()
+    ]
+    variants = [Variant(side, "") for side in rates]
+    comparison = compare(variants, measurements, prepare_yardstick(60_000, 20_000))
+    return result() | {
+        "kind": "prepare",
+        "command": "dlrm bench prepare",
+        "description": {"bench": "prepare, 60,000 raw rows", "steps": "1 turns"},
+        "comparison": comparison.as_dict(),
+    }
 
 
 def write_run(folder: Path, values: dict[str, Any]) -> Path:
@@ -109,8 +139,21 @@ def test_tables_are_well_formed_and_bytes_are_shown_of_several_processes(
         table = [line for line in text.splitlines() if line.startswith("|")]
         assert len(table) == 5
         assert len({line.count("|") for line in table}) == 1, table
-        assert ("MB sent" in text) == (world_size == 2)
+        assert ("MB/step" in text) == (world_size == 2)
         assert ("3.83" in text) == (world_size == 2)
+
+
+def test_a_kind_has_its_own_columns_and_is_explained_once(script: ModuleType) -> None:
+    text = script.render([result(), result(2), prepare_result(), prepare_result()])
+    rows = [line for line in text.splitlines() if line.startswith("| ")]
+    assert "| side | k rows/s | × TorchRec | rows | label sum | peak MiB |" in rows
+    assert "| dlrm | 240 (240-240) | 15.0 (15.0-15.0) | 60,000 | 5,056 | 512 |" in rows, (
+        "rates: the ratio is of times"
+    )
+    assert "- dlrm is 15.00 (15.00-15.00) times as fast as torchrec; 2.50" in text
+    assert "- torchrec: how it was done" in text
+    for explained in ("From raw rows to what training reads", "its median training step"):
+        assert text.count(explained) == 1
 
 
 def test_the_machine_is_said_once_where_runs_share_it(script: ModuleType) -> None:
@@ -139,7 +182,7 @@ def test_only_what_is_between_the_markers_changes(script: ModuleType, tmp_path: 
     [
         ({"status": "failed: BenchFailed: embedding_bag is another model"}, "isn't complete"),
         ({"status": "failed: not finished"}, "isn't complete"),
-        ({"kind": "loader"}, "isn't a run of `dlrm bench train`"),
+        ({"kind": "host"}, "isn't a run of `dlrm bench`"),
     ],
 )
 def test_runs_that_may_not_be_shown_are_refused(

@@ -167,7 +167,7 @@ def start_of(side_name: str, config: BenchRun, dataset: PreparedDataset) -> dict
                 store = side._trainer.embeddings.store  # type: ignore[attr-defined]
                 values = store.read(table.name, 0, table.rows)["weight"]
             elif side_name == "embedding_bag":
-                values = side._model.bags[table.name].weight  # type: ignore[attr-defined]
+                values = side._model.tables.bags[table.name].weight  # type: ignore[attr-defined]
             else:
                 path = f"model.sparse_arch.embedding_bag_collection.embedding_bags.{table.name}"
                 held = side._model.state_dict()[f"{path}.weight"]  # type: ignore[attr-defined]
