@@ -3,49 +3,31 @@
 from __future__ import annotations
 
 import statistics
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from tensorboardX import SummaryWriter
 
 from dlrm.display import TrainDisplay
 from dlrm.metrics import EvalResult
+from dlrm.phases import PHASES, PhaseTimer
 from dlrm.run_folder import RunFolder
 
-PHASES = (
-    "data_wait",
-    "plan",
-    "lookup",
-    "forward",
-    "backward",
-    "dense_reduce",
-    "apply",
-    "dense_update",
-)
 
-
-class PhaseTimer:
-    """Adds up the wall time of a step's phases.
-
-    Attributes:
-        total_s: by phase.
-        on_phase: told whenever one begins.
-    """
+class _Times:
+    """Of some steps: how many, their time, that of their phases, their samples."""
 
     def __init__(self) -> None:
-        self.total_s = dict.fromkeys(PHASES, 0.0)
-        self.on_phase: Callable[[str], None] = lambda phase: None
+        self.num_steps, self.num_samples = 0, 0
+        self.total_s = 0.0
+        self.phase_s = dict.fromkeys(PHASES, 0.0)
 
-    @contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
-        self.on_phase(phase)
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.total_s[phase] += time.perf_counter() - start
+    def add(self, seconds: float, phase_s: Mapping[str, float], num_samples: int) -> None:
+        self.num_steps += 1
+        self.num_samples += num_samples
+        self.total_s += seconds
+        for name, phase in phase_s.items():
+            self.phase_s[name] += phase
 
 
 class Recorder:
@@ -56,6 +38,13 @@ class Recorder:
         display: shows the same lines.
         log_every: steps per line.
         writes: False on all ranks but the first: figures are kept, nothing is written.
+
+    Attributes:
+        timer: of the phases.
+        slowed_steps: numbers of the steps (from 1) whose times say nothing about the others, since
+            they were profiled: no figure of speed has them in it. A line of metrics.jsonl that has
+            no other steps is made of these.
+        on_step: told the number of each step that is done, before it is written down.
     """
 
     def __init__(
@@ -67,24 +56,35 @@ class Recorder:
             logdir=str(folder.path / "tensorboard"), flush_secs=10, write_to_disk=writes
         )
         self.timer = PhaseTimer()
-        self.step_ms: list[float] = []
+        self.slowed_steps: Collection[int] = ()
+        self.on_step: Callable[[int], None] = lambda step: None
         self.history: list[dict[str, Any]] = []
         self.samples = 0
         self.loss_last: float | None = None
+        self._step_ms: list[float] = []
+        self._times, self._window, self._slowed_window = _Times(), _Times(), _Times()
+        self._num_steps = 0
         self._losses: list[float] = []
         self._last_step: dict[str, Any] = {}
-        self._window_samples = 0
-        self._window_start_s = dict(self.timer.total_s)
+        self._phases_so_far_s = dict(self.timer.total_s)
 
     def step(self, step: int, epoch: int, num_samples: int, loss: float, seconds: float,
              lrs: tuple[float, float]) -> None:  # fmt: skip
         """One optimizer step is done; `seconds` includes its waiting for data."""
-        self.step_ms.append(seconds * 1e3)
+        self.on_step(step)
+        self._num_steps += 1
         self.samples += num_samples
         self.loss_last = loss
         self._losses.append(loss)
         self._last_step = {"step": step, "epoch": epoch, "lr_dense": lrs[0], "lr_sparse": lrs[1]}
-        self._window_samples += num_samples
+        phase_s = {name: s - self._phases_so_far_s[name] for name, s in self.timer.total_s.items()}
+        self._phases_so_far_s = dict(self.timer.total_s)
+        if step in self.slowed_steps:
+            self._slowed_window.add(seconds, phase_s, num_samples)
+        else:
+            self._step_ms.append(seconds * 1e3)
+            for times in (self._window, self._times):
+                times.add(seconds, phase_s, num_samples)
         self._display.advance(step)
         if step % self._log_every == 0:
             self.flush()
@@ -94,29 +94,28 @@ class Recorder:
         count = len(self._losses)
         if count == 0:
             return
-        window_ms = sum(self.step_ms[-count:])
-        now_s = self.timer.total_s
+        window = self._window if self._window.num_steps else self._slowed_window
         phase_ms = {
-            name: round((now_s[name] - self._window_start_s[name]) * 1e3 / count, 4)
-            for name in PHASES
+            name: round(window.phase_s[name] * 1e3 / window.num_steps, 4) for name in PHASES
         }
         line = {
             "step": self._last_step["step"],
             "samples": self.samples,
             "epoch": self._last_step["epoch"],
             "loss": sum(self._losses) / count,
-            "samples_per_s": round(self._window_samples / window_ms * 1e3, 1),
-            "step_ms": round(window_ms / count, 3),
+            "samples_per_s": round(window.num_samples / window.total_s, 1),
+            "step_ms": round(window.total_s * 1e3 / window.num_steps, 3),
             "data_wait_ms": phase_ms["data_wait"],
             "lr_dense": self._last_step["lr_dense"],
             "lr_sparse": self._last_step["lr_sparse"],
             "phase_ms": phase_ms,
         }
+        if self._slowed_window.num_steps:
+            line["profiled_steps"] = self._slowed_window.num_steps
         self._write(line)
         for name in ("loss", "samples_per_s", "step_ms", "lr_dense", "lr_sparse"):
             self._board.add_scalar(f"train/{name}", line[name], line["step"])
-        self._losses, self._window_samples = [], 0
-        self._window_start_s = dict(now_s)
+        self._losses, self._window, self._slowed_window = [], _Times(), _Times()
 
     def evaluation(self, step: int, part: str, result: EvalResult) -> None:
         """An evaluation of the model after `step` steps."""
@@ -133,19 +132,19 @@ class Recorder:
         return next((h["samples"] for h in self.history if h["step"] == step), self.samples)
 
     def figures(self, epochs: float) -> dict[str, Any]:
-        """The `train` part of result.json."""
-        total_s = sum(self.step_ms) / 1e3
-        quantiles = statistics.quantiles(self.step_ms, n=10) if len(self.step_ms) > 1 else []
+        """The `train` part of result.json; times are of the steps that aren't `slowed_steps`."""
+        step_ms, times = self._step_ms, self._times
+        quantiles = statistics.quantiles(step_ms, n=10) if len(step_ms) > 1 else []
         return {
-            "steps": len(self.step_ms),
+            "steps": self._num_steps,
             "samples": self.samples,
             "epochs": epochs,
             "loss_last": self.loss_last,
-            "samples_per_s": round(self.samples / total_s, 1) if total_s else None,
-            "step_ms_p50": round(statistics.median(self.step_ms), 3) if self.step_ms else None,
+            "samples_per_s": round(times.num_samples / times.total_s, 1) if step_ms else None,
+            "step_ms_p50": round(statistics.median(step_ms), 3) if step_ms else None,
             "step_ms_p90": round(quantiles[8], 3) if quantiles else None,
             "data_wait_share": (
-                round(self.timer.total_s["data_wait"] / total_s, 5) if total_s else None
+                round(times.phase_s["data_wait"] / times.total_s, 5) if step_ms else None
             ),
         }
 

@@ -20,6 +20,7 @@ import numpy.typing as npt
 from markupsafe import Markup
 
 from dlrm import report_plots
+from dlrm.phases import OTHER, OTHER_SHARE, with_other
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -48,6 +49,7 @@ class RunFiles:
 
     result: Mapping[str, Any] = field(default_factory=dict)
     evaluation: Mapping[str, Any] = field(default_factory=dict)
+    timeline: Mapping[str, Any] = field(default_factory=dict)
     train_lines: list[Mapping[str, Any]] = field(default_factory=list)
     eval_lines: list[Mapping[str, Any]] = field(default_factory=list)
     config_yaml: str | None = None
@@ -94,6 +96,8 @@ def read_run(run_dir: Path) -> RunFiles:
     run.result = _read_mapping(run_dir / "result.json", run.notes)
     run.evaluation = _read_mapping(run_dir / "evaluation.json", run.notes)
     run.config_yaml = _read_text(run_dir / "config.yaml", run.notes)
+    if "profile" in run.result:
+        run.timeline = _read_mapping(run_dir / "profile" / "timeline.json", run.notes)
     num_damaged = 0
     for text in (_read_text(run_dir / "metrics.jsonl", run.notes) or "").splitlines():
         line = _parsed(text)
@@ -132,7 +136,7 @@ def render_report(run: RunFiles) -> str:
             FigureTable(how, _rows({**run.result, **train}, SPEED)),
         ],
         tables=_tables(run, train),
-        plots=_plots(run),
+        plots=[*_plots(run), *_profile_plots(run)],
         config_yaml=run.config_yaml,
     )
 
@@ -475,7 +479,71 @@ def _phase_times(lines: Sequence[Mapping[str, Any]]) -> tuple[FloatArray, list[s
     samples = np.array([_number(line.get("samples")) or 0.0 for line in timed])
     phase_ms = np.array(ms, dtype=np.float64).reshape(len(timed), len(names))
     held = phase_ms.sum(axis=1) > 0
-    return samples[held], names, phase_ms[held]
+    samples, phase_ms = samples[held], phase_ms[held]
+    step_ms = np.array([_number(line.get("step_ms")) or 0.0 for line in timed])[held]
+    rest_ms = (step_ms - phase_ms.sum(axis=1)).clip(min=0.0)
+    if OTHER not in names and rest_ms.sum() > OTHER_SHARE * step_ms.sum():
+        names, phase_ms = [*names, OTHER], np.column_stack([phase_ms, rest_ms])
+    return samples, names, phase_ms
+
+
+def _profile_plots(run: RunFiles) -> list[Plot]:
+    """Of a run with `train.profile`: one step as a timeline, and where the time of all went."""
+    profile = _at(run.result, "profile")
+    if not isinstance(profile, Mapping):
+        return []
+    step, length = (_number(run.timeline.get(key)) for key in ("step", "step_ms"))
+    phases, operators, waits, collectives = (
+        _spans(run.timeline.get(key)) for key in ("phases", "operators", "waits", "collectives")
+    )
+    mean_ms = _number(profile.get("step_ms")) or 0.0
+    phase_ms = _positive(profile.get("phase_ms"))
+    top = profile.get("operators_top")
+    listed = [o for o in top if isinstance(o, Mapping)] if isinstance(top, list) else []
+    operator_ms = _positive({str(o.get("name")): o.get("self_ms") for o in listed})
+    named = [name for name in operator_ms if not name.startswith("(")]
+    has_times = mean_ms > 0
+    return [
+        Plot(
+            "One profiled step of rank 0" + (f": step {step:.0f}" if step is not None else ""),
+            report_plots.timeline(length, phases, operators, named, waits, collectives)
+            if length is not None and length > 0 and phases
+            else None,
+            "The timeline of the profiled step could not be read.",
+            is_wide=True,
+        ),
+        Plot(
+            "Phases of the profiled steps",
+            report_plots.times("profiled-phases", with_other(phase_ms, mean_ms), mean_ms)
+            if has_times and phase_ms
+            else None,
+            "No times of phases were recorded.",
+        ),
+        Plot(
+            "Operators of the profiled steps (own time)",
+            report_plots.times("profiled-operators", operator_ms, mean_ms)
+            if has_times and operator_ms
+            else None,
+            "No times of operators were recorded.",
+        ),
+    ]
+
+
+def _spans(items: Any) -> list[tuple[str, float, float]]:
+    """`(name, start, length)` of those items that have them."""
+    named = [
+        item
+        for item in (items if isinstance(items, list) else [])
+        if isinstance(item, list) and len(_points([item], 1, 2))
+    ]
+    return [(str(item[0]), float(item[1]), float(item[2])) for item in named]
+
+
+def _positive(values: Any) -> dict[str, float]:
+    """The entries of a mapping that are numbers above 0."""
+    numbers = values.items() if isinstance(values, Mapping) else ()
+    found = {str(name): _number(value) for name, value in numbers}
+    return {name: number for name, number in found.items() if number is not None and number > 0}
 
 
 def _best_ne(run: RunFiles) -> float | None:

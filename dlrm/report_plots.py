@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import matplotlib.style
 import numpy as np
@@ -20,6 +20,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, PercentFormatter
 
 FloatArray = npt.NDArray[np.float64]
+Spans = Sequence[tuple[str, float, float]]
+"""`(name, start, length)`."""
 
 # More points than this can't be told apart on the page, and only make it larger.
 MAX_POINTS = 600
@@ -32,9 +34,14 @@ PHASE_COLOURS = {
     "lookup": "#2f6690",
     "forward": "#6ba3bf",
     "backward": "#7d6fa6",
+    "dense_reduce": "#b59ac4",
     "apply": "#4f8a5b",
     "dense_update": "#a9c79a",
 }
+
+# Of the operators in the timeline of a profiled step, the one that takes longest first.
+OPERATOR_COLOURS = ("#c8702a", "#2f6690", "#4f8a5b", "#7d6fa6", "#dba63f", "#6ba3bf")
+LIGHT_GREY = "#c9cdd1"
 
 STYLE = {
     "svg.fonttype": "none",  # text stays text, in the page's font
@@ -193,6 +200,89 @@ def bars(title: str, labels: list[str], values: dict[str, list[float]], unit: st
 
     name = re.sub(r"[^a-z]+", "-", title.lower())
     return _svg(name, title, draw, (WIDE_INCHES[0], 0.9 + 0.28 * len(labels)))
+
+
+def timeline(
+    step_ms: float,
+    phases_at: Spans,
+    operators_at: Spans,
+    operators: list[str],
+    waits_at: Spans,
+    in_flight_at: Spans,
+) -> Markup:
+    """One step of one rank: its phases, its main operators, its waits and what travelled meanwhile.
+
+    Args:
+        step_ms: its time; what lies outside is cut off.
+        phases_at: `(name, start, ms)` from the step's start on.
+        operators_at: likewise.
+        operators: their names, which give them their colours.
+        waits_at: blocking waits for collectives.
+        in_flight_at: collectives from issue to end, a row for each name.
+    """
+    colours = dict(zip(operators, OPERATOR_COLOURS, strict=False))
+    kinds = list(dict.fromkeys(name for name, _, _ in in_flight_at))
+    rows: list[tuple[str, Spans, dict[str, str]]] = [
+        ("phases", phases_at, PHASE_COLOURS),
+        ("operators", operators_at, colours),
+    ]
+    if waits_at:
+        rows.append(("waiting", waits_at, {}))
+    for kind in kinds:
+        of_kind = [span for span in in_flight_at if span[0] == kind]
+        rows.append((f"{kind} under way", of_kind, {kind: BLUE}))
+
+    def draw(axes: Axes) -> None:
+        for number, (_, spans, colour_of) in enumerate(rows):
+            axes.broken_barh(
+                [(start, ms) for _, start, ms in spans],
+                (number - 0.35, 0.7),
+                facecolors=[colour_of.get(name, GREY) for name, _, _ in spans],
+                linewidth=0,
+            )
+        for name, start, ms in phases_at:
+            if ms > 0.08 * step_ms:
+                middle = start + ms / 2
+                axes.text(middle, 0, name.replace("_", " "), ha="center", va="center", color="#fff")
+        axes.set_yticks(range(len(rows)), [label for label, _, _ in rows])
+        axes.set(xlim=(0, step_ms), ylim=(len(rows) - 0.5, -0.5), xlabel="ms from the step's start")
+        axes.grid(visible=False, axis="y")
+
+    return _svg("timeline", "A profiled step", draw, (WIDE_INCHES[0], 1.0 + 0.32 * len(rows)))
+
+
+def times(name: str, ms: dict[str, float], step_ms: float) -> Markup:
+    """Bars of the times that a step consists of, the first on top, with their shares.
+
+    Phases, and the first operators, have the colours that they have in `timeline`.
+
+    Args:
+        name: of what is shown, in lower case with hyphens.
+        ms: by what is shown.
+        step_ms: the time of the whole step.
+    """
+    others = (key for key in ms if not key.startswith("("))
+    colours = dict(zip(others, OPERATOR_COLOURS, strict=False)) | PHASE_COLOURS
+    labels = [
+        f"{key.replace('_', ' ') if key in PHASE_COLOURS else key}: {value:,.2f} ms, "
+        f"{100 * value / step_ms:.0f} %"
+        for key, value in ms.items()
+    ]
+
+    def draw(axes: Axes) -> None:
+        rows = np.arange(len(ms))
+        bar_colours = [colours.get(key, LIGHT_GREY) for key in ms]
+        axes.barh(rows, list(ms.values()), color=bar_colours, height=0.8, alpha=0.45)
+        for row, label in enumerate(labels):
+            axes.text(0, row, f" {label}", ha="left", va="center", fontsize=8)
+        axes.set_yticks([])
+        axes.invert_yaxis()
+        axes.grid(visible=False, axis="y")
+        # The text begins with the bar and may be longer: the longest has room for it.
+        axes.set(xlabel="ms per step", xlim=(0, max(ms.values()) * 1.02 or 1.0))
+
+    title = f"Times of the {name.replace('-', ' ')}"
+    return _svg(name, title, draw, (HALF_INCHES[0], 0.7 + 0.24 * len(ms)))
 
 
 def _draw_best(axes: Axes, best: float | None) -> None:

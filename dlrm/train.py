@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from dlrm.launch import WorkerContext, join, start
 from dlrm.metrics import BinaryMetrics, EvalResult
 from dlrm.optim import describe_semantics
 from dlrm.planning import make_plan
+from dlrm.profile import PROFILE_FOLDER, StepProfiler, describe_profile, profiled_steps
 from dlrm.run_folder import RunFolder
 from dlrm.run_record import RunRecord
 from dlrm.scoring import teacher_result
@@ -145,6 +147,8 @@ def _recorded(
     from dlrm.report import write_report
 
     record = RunRecord(config, config_yaml, run_dir, world_size)
+    # Of a run that was here before, where the folder may be used again.
+    shutil.rmtree(record.folder.path / PROFILE_FOLDER, ignore_errors=True)
     try:
         with record:
             try:
@@ -211,11 +215,20 @@ def train_rank(context: WorkerContext, task: TrainTask, say: Callable[[str], Non
         plan=task.layout.plan,
         beat=context.heartbeat.beat,
     )
+    profiler: StepProfiler | None = None
+    if config.train.profile:
+        steps = profiled_steps(config.train, trainer.total_steps)
+        profiler = StepProfiler(steps, trainer.recorder, comm, folder.path, context.heartbeat.beat)
     _announce_model(config, trainer, trainer.say)
     try:
         try:
             trainer.fit()
         finally:
+            if profiler is not None:
+                profiler.close()
+                if (profile := profiler.figures()) is not None:
+                    result["profile"] = profile
+                    trainer.say("\n".join(describe_profile(profile)))
             result["train"] = trainer.recorder.figures(
                 trainer.steps_done / trainer.batches_per_epoch
             )

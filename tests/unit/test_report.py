@@ -188,7 +188,8 @@ def test_a_whole_run_is_shown_in_full(run_dir: Path) -> None:
         assert expected in page.text
     assert page.values("aria-label") == PLOTS
     # The plots' own words, still text in the page's font.
-    assert "backward: 5.0 ms, 18 %" in page.text
+    assert "backward: 5.0 ms, 15 %" in page.text
+    assert "other: 5.1 ms, 15 %" in page.text, "what the phases leave of the step isn't shown"
     assert "best reachable, 0.8051" in page.text
     assert "model, AUC 0.7871" in page.text
     assert "not recorded" not in page.text.lower()
@@ -303,11 +304,70 @@ def test_real_data_has_no_teacher(run_dir: Path) -> None:
 
 
 def test_one_logged_step_and_unknown_phases_are_drawn(run_dir: Path) -> None:
-    line = train_line(10, phase_ms={"lookup": 3.0, "staging": 1.0})
+    line = train_line(10, step_ms=4.0, phase_ms={"lookup": 3.0, "staging": 1.0})
     (run_dir / "metrics.jsonl").write_text(json.dumps(line))
     page = Page(write_report(run_dir).read_text(encoding="utf-8"))
     assert "staging: 1.0 ms, 25 %" in page.text
     assert PLOTS[3] in page.values("aria-label")
+
+
+def test_a_rest_that_is_small_is_not_shown(run_dir: Path) -> None:
+    line = train_line(10, step_ms=4.1, phase_ms={"lookup": 3.0, "forward": 1.0})
+    (run_dir / "metrics.jsonl").write_text(json.dumps(line))
+    page = Page(write_report(run_dir).read_text(encoding="utf-8"))
+    assert "lookup: 3.0 ms, 75 %" in page.text
+    assert "other: " not in page.text
+
+
+def write_profile(run_dir: Path) -> None:
+    """A profile of two steps, as a run leaves it."""
+    profile = {
+        "steps": [10, 11],
+        "step_ms": 20.0,
+        "phase_ms": {"forward": 6.0, "backward": 12.0, "dense_reduce": 0.0},
+        "operators_top": [
+            {"name": "aten::mm", "self_ms": 9.0, "calls": 11, "share": 0.45},
+            {"name": "(Python, between operators)", "self_ms": 3.0, "calls": 9, "share": 0.15},
+        ],
+        "traces": ["profile/trace.0.json.gz"],
+    }
+    timeline = {
+        "step": 11,
+        "step_ms": 21.0,
+        "phases": [["forward", 0.0, 6.0], ["backward", 6.0, 13.0]],
+        "operators": [["aten::mm", 1.0, 4.0], ["aten::mm", 7.0, 5.0]],
+        "waits": [["grads", 18.0, 1.0]],
+        "collectives": [["grads", 15.0, 4.0], ["dense", -1.0, 30.0]],
+    }
+    (run_dir / "result.json").write_text(json.dumps(result() | {"profile": profile}))
+    (run_dir / "profile").mkdir(exist_ok=True)
+    (run_dir / "profile" / "timeline.json").write_text(json.dumps(timeline))
+
+
+def test_a_profile_is_drawn(run_dir: Path) -> None:
+    write_profile(run_dir)
+    page = Page(write_report(run_dir).read_text(encoding="utf-8"))
+    drawn = ["A profiled step", "Times of the profiled phases", "Times of the profiled operators"]
+    assert page.values("aria-label") == [*PLOTS, *drawn]
+    assert "One profiled step of rank 0: step 11" in page.text
+    assert "grads under way" in page.text
+    assert "dense under way" in page.text
+    assert "backward: 12.00 ms, 60 %" in page.text
+    assert "other: 2.00 ms, 10 %" in page.text
+    assert "aten::mm: 9.00 ms, 45 %" in page.text
+
+
+@pytest.mark.parametrize("damage", ["{", "[]", '{"phases": 3, "step_ms": "long"}', None])
+def test_a_damaged_timeline_is_named(run_dir: Path, damage: str | None) -> None:
+    write_profile(run_dir)
+    path = run_dir / "profile" / "timeline.json"
+    if damage is None:
+        path.unlink()
+    else:
+        path.write_text(damage)
+    page = Page(write_report(run_dir).read_text(encoding="utf-8"))
+    assert "The timeline of the profiled step could not be read." in page.text
+    assert "Times of the profiled phases" in page.values("aria-label")
 
 
 def test_a_long_run_gives_no_larger_page(run_dir: Path) -> None:
