@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from data.errors import UserError
+from dlrm.mlp import padded
 
 
 class FeatureProjection(nn.Module):
@@ -81,6 +82,8 @@ class DotInteraction(nn.Module):
         diagonal: whether the products of each vector with itself are kept.
         has_bottom: whether there is a bottom vector `x`.
         project: brings the features to `dim` first, where their dims differ.
+        pad_to: the output gets columns of zeros up to a multiple of this; `out_features` counts
+            them not.
 
     Raises:
         UserError: (a `ValueError`) where no pair is left (one vector, or none, without `diagonal`).
@@ -97,9 +100,10 @@ class DotInteraction(nn.Module):
         *,
         has_bottom: bool = True,
         project: FeatureProjection | None = None,
+        pad_to: int = 1,
     ) -> None:
         super().__init__()
-        self.dim = dim
+        self.dim, self.pad_to = dim, pad_to
         self.num_vectors = num_features + int(has_bottom)
         self.diagonal = diagonal
         self.has_bottom = has_bottom
@@ -126,14 +130,19 @@ class DotInteraction(nn.Module):
         self.register_buffer("mirror_index", mirror_index.view(-1), persistent=False)
 
     def forward(self, bottom_BD: Tensor | None, pooled_BS: Tensor) -> Tensor:
-        """`(B, D)` and `(B, S)` → `(B, out_features)`."""
+        """`(B, D)` and `(B, S)` → `(B, out_features)`, and the zeros that `pad_to` adds."""
         assert (bottom_BD is not None) == self.has_bottom
         features_B = pooled_BS if self.project is None else self.project(pooled_BS)
         flat_B = features_B if bottom_BD is None else torch.cat([bottom_BD, features_B], dim=1)
         vectors_BMD = flat_B.reshape(flat_B.shape[0], self.num_vectors, self.dim)
         vectors_BMD = vectors_BMD.to(_dot_dtype(vectors_BMD))
         return _PairwiseDot.apply(
-            vectors_BMD, self.triangle_index, self.mirror_index, self.diagonal, self.has_bottom
+            vectors_BMD,
+            self.triangle_index,
+            self.mirror_index,
+            self.diagonal,
+            self.has_bottom,
+            self.pad_to,
         )
 
 
@@ -187,7 +196,7 @@ class LowRankCrossInteraction(nn.Module):
 
 
 class _PairwiseDot(torch.autograd.Function):
-    """`[T_0, triangle of T Tᵗ]` with a backward of one product instead of two.
+    """`[T_0, triangle of T Tᵗ, zeros]` with a backward of one product instead of two.
 
     With G the symmetric matrix of the pairs' gradients (its diagonal counted twice), the gradient
     of T is `G T`. Autograd's own way, `dZ T + dZᵗ T` after a scatter into zeros and with a
@@ -203,14 +212,21 @@ class _PairwiseDot(torch.autograd.Function):
         mirror_index: Tensor,
         diagonal: bool,
         has_bottom: bool,
+        pad_to: int,
     ) -> Tensor:
         ctx.save_for_backward(vectors_BMD, mirror_index)
         ctx.diagonal, ctx.has_bottom = diagonal, has_bottom
         # The dtype is chosen by the caller; autocast would change it underneath.
         with torch.autocast(vectors_BMD.device.type, enabled=False):
             products_BMM = torch.bmm(vectors_BMD, vectors_BMD.transpose(1, 2))
-        pairs_BP = products_BMM.flatten(1).index_select(1, triangle_index)
-        return torch.cat([vectors_BMD[:, 0], pairs_BP], dim=1) if has_bottom else pairs_BP
+        columns = [products_BMM.flatten(1).index_select(1, triangle_index)]
+        if has_bottom:
+            columns.insert(0, vectors_BMD[:, 0])
+        num_columns = sum(part.shape[1] for part in columns)
+        missing = padded(num_columns, pad_to) - num_columns
+        if missing:
+            columns.append(vectors_BMD.new_zeros(1, missing).expand(vectors_BMD.shape[0], -1))
+        return torch.cat(columns, dim=1) if len(columns) > 1 else columns[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -227,7 +243,7 @@ class _PairwiseDot(torch.autograd.Function):
             grad_BMD = torch.bmm(grad_BMM, vectors_BMD)
         if ctx.has_bottom:
             grad_BMD[:, 0] += grad_B[:, :dim]
-        return grad_BMD, None, None, None, None
+        return grad_BMD, None, None, None, None, None
 
 
 def _dot_dtype(vectors: Tensor) -> torch.dtype:

@@ -7,7 +7,7 @@ import math
 import warnings
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from dlrm.interaction import (
     FeatureProjection,
     LowRankCrossInteraction,
 )
+from dlrm.mlp import PAD_TO, mlp
 
 INTERACTIONS = ("dot", "cat", "dcnv2")
 
@@ -151,10 +152,10 @@ class DLRM(nn.Module):
         with torch.random.fork_rng(devices=()):
             self.bottom: nn.Sequential | None = None
             if num_dense:
-                self.bottom = _mlp([num_dense, *config.bottom_mlp, config.embedding_dim])
+                self.bottom = mlp([num_dense, *config.bottom_mlp, config.embedding_dim])
             self.interaction = _build_interaction(config, num_dense, feature_dims, feature_tables)
             top_widths = [self.interaction.out_features, *config.top_mlp]
-            self.top = _mlp(top_widths)
+            self.top = mlp(top_widths)
             self.head = nn.Linear(top_widths[-1], 1)
         _initialise_parameters(self, seed)
 
@@ -173,7 +174,8 @@ class DLRM(nn.Module):
     def forward_pooled(self, bottom_BD: Tensor | None, pooled_BS: Tensor) -> Tensor:
         """The part from the pooled embeddings on: `(B,)` logits."""
         assert pooled_BS.shape[1] == self.feature_offsets[-1], pooled_BS.shape
-        hidden_B = self.top(self.interaction(bottom_BD, pooled_BS))
+        # Without hidden layers, the interaction's columns of zeros are still there.
+        hidden_B = self.top(self.interaction(bottom_BD, pooled_BS))[:, : self.head.in_features]
         with torch.autocast(hidden_B.device.type, enabled=False):
             logits_B1 = self.head(hidden_B.to(self.head.weight.dtype))
         return logits_B1.squeeze(1)
@@ -216,14 +218,6 @@ def bce_loss(
     return loss / total_weight
 
 
-def _mlp(widths: Sequence[int]) -> nn.Sequential:
-    """Linear layers between the widths, each followed by a ReLU."""
-    layers: list[nn.Module] = []
-    for num_inputs, num_outputs in pairwise(widths):
-        layers += [nn.Linear(num_inputs, num_outputs), nn.ReLU()]
-    return nn.Sequential(*layers)
-
-
 def _build_interaction(
     config: ModelConfig,
     num_dense: int,
@@ -243,7 +237,12 @@ def _build_interaction(
     if any(feature_dim != dim for feature_dim in feature_dims):
         project = FeatureProjection(dim, feature_dims, feature_tables)
     return DotInteraction(
-        dim, len(feature_dims), config.dot_diagonal, has_bottom=bottom_dim > 0, project=project
+        dim,
+        len(feature_dims),
+        config.dot_diagonal,
+        has_bottom=bottom_dim > 0,
+        project=project,
+        pad_to=PAD_TO,
     )
 
 

@@ -70,7 +70,7 @@ def test_activations_are_the_reference_s() -> None:
     p = dict(model.named_parameters())
     x = torch.relu(dense_BN @ p["bottom.0.weight"].T + p["bottom.0.bias"])
     x = torch.relu(x @ p["bottom.2.weight"].T + p["bottom.2.bias"])
-    h = model.interaction(x, pooled_BS)
+    h = model.interaction(x, pooled_BS)[:, : model.interaction.out_features]
     h = torch.relu(h @ p["top.0.weight"].T + p["top.0.bias"])
     h = torch.relu(h @ p["top.2.weight"].T + p["top.2.bias"])
     expected = (h @ p["head.weight"].T + p["head.bias"])[:, 0]
