@@ -137,5 +137,6 @@ class _Bucket:
         self._pending.wait()
         self._pending = None
         for parameter in self.parameters:
-            assert parameter.grad is not None
-            parameter.grad.copy_(self._views[parameter])
+            # The optimizer reads the sums where they are; until the next step's backward has made
+            # new gradients, nothing writes here.
+            parameter.grad = self._views[parameter]
