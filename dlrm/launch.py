@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from data.errors import UserError
 from dlrm.blame import Verdict, WorkersFailed, describe
+from dlrm.heap import keep_heap
 from dlrm.heartbeat import Heartbeat, NoHeartbeat, heartbeat_file
 from dlrm.watchdog import GRACE_S, Watchdog, watch_self
 from dlrm.worker import (
@@ -125,6 +126,7 @@ def start(
     """
     if config.nproc > 1 or fresh_processes:
         return launch(entry, args, config, run_dir)
+    keep_heap()
     if config.num_threads is not None:
         import torch
 

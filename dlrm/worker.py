@@ -24,6 +24,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from dlrm.heap import keep_heap
 from dlrm.heartbeat import NO_STEP, START, Heartbeat, NoHeartbeat, heartbeat_file
 
 START_TIMEOUT_S = 60.0
@@ -141,6 +142,7 @@ def main(folder: Path, launcher_pid: int) -> None:
 
 def run_as_rank(task: Task, context: WorkerContext) -> Any:
     """Runs the task's entry as one rank, within a process group where there are several."""
+    keep_heap()
     import torch
     import torch.distributed as dist
 
