@@ -45,10 +45,12 @@ def sort_keys(keys_L: Tensor) -> SortedKeys:
     if int(keys.max()).bit_length() + position_bits < 64:
         # Key and position in one number: sorting values is several times as fast as sorting
         # positions by key, and the result is the stable order.
-        packed = (keys << position_bits) | np.arange(num_ids, dtype=np.int64)
+        packed = keys << position_bits
+        packed |= np.arange(num_ids)
         packed.sort()
         order_L = packed & ((1 << position_bits) - 1)
-        sorted_L = packed >> position_bits
+        packed >>= position_bits
+        sorted_L = packed
     else:
         order_L = np.argsort(keys, kind="stable")
         sorted_L = keys[order_L]

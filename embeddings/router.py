@@ -347,15 +347,24 @@ def sample_major(
         keys_L: keys, bag `(f, b)` after bag.
         weights_L: factor of each key, or None where all are 1.
     """
+    length = common_length(lengths_FB)
+    if length is not None:
+        # Bags of one length: a transposition, several times as fast as a gather.
+        def transposed(values_L: Tensor) -> Tensor:
+            bags = values_L.numpy().reshape(*lengths_FB.shape, length)
+            return torch.from_numpy(bags.transpose(1, 0, 2).reshape(-1))
+
+        return SampleMajorBags(
+            keys_L=transposed(keys_L),
+            offsets=torch.from_numpy(offsets_of(lengths_FB.reshape(-1))),
+            weights_L=None if weights_L is None else transposed(weights_L),
+        )
     starts_BF = offsets[:-1].reshape(lengths_FB.shape).T.reshape(-1)
     lengths = lengths_FB.T.reshape(-1)
     major_offsets = offsets_of(lengths)
-    if (lengths == 1).all():
-        source_L = starts_BF
-    else:
-        # Where a bag starts, less where it goes: repeated over its ids, it is each id's shift.
-        source_L = np.repeat(starts_BF - major_offsets[:-1], lengths)
-        source_L += np.arange(source_L.size)
+    # Where a bag starts, less where it goes: repeated over its ids, it is each id's shift.
+    source_L = np.repeat(starts_BF - major_offsets[:-1], lengths)
+    source_L += np.arange(source_L.size)
     return SampleMajorBags(
         keys_L=torch.from_numpy(keys_L.numpy()[source_L]),
         offsets=torch.from_numpy(major_offsets),
@@ -367,12 +376,25 @@ def sample_major_bag_of_id(lengths_FB: Int64Array) -> Int64Array:
     """Of each key of feature-major bags, the sample-major bag (`b · F + f`) it is in."""
     num_features, batch_size = lengths_FB.shape
     bags = np.arange(num_features * batch_size).reshape(batch_size, num_features).T.reshape(-1)
-    lengths = lengths_FB.reshape(-1)
-    return bags if (lengths == 1).all() else np.repeat(bags, lengths)
+    length = common_length(lengths_FB)
+    if length == 1:
+        return bags
+    return np.repeat(bags, lengths_FB.reshape(-1) if length is None else length)
+
+
+def common_length(lengths: Int64Array) -> int | None:
+    """The length, at least 1, that all bags have; None where they differ or there is none."""
+    if not lengths.size:
+        return None
+    shortest, longest = int(lengths.min()), int(lengths.max())
+    return longest if shortest == longest >= 1 else None
 
 
 def offsets_of(lengths: Int64Array) -> Int64Array:
     """`n + 1` offsets of segments of these lengths."""
+    length = common_length(lengths)
+    if length is not None:
+        return np.arange(0, lengths.size * length + 1, length)
     offsets = np.zeros(lengths.size + 1, dtype=np.int64)
     np.cumsum(lengths, out=offsets[1:])
     return offsets

@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 
 from embeddings.keys import sorted_stretch
+from embeddings.row_memory import rows_to_fill
 from embeddings.row_optim import ROW_STATE, RowOptimizerConfig, state_widths, update_rows
 from embeddings.table import TableConfig, fill_uniform
 from embeddings.table_group import Piece, TableGroup
 
 WEIGHT = "weight"
+_UPDATE_BLOCK_BYTES = 1 << 18
 _BLOCK_ROWS = 65_536
 
 
@@ -59,7 +61,7 @@ class RowStore:
         self._state: list[dict[str, Tensor]] = []
         by_name = {table.name: table for table in tables}
         for index, group in enumerate(self._groups):
-            self._weights.append(torch.empty(group.num_rows, group.dim, dtype=group.dtype))
+            self._weights.append(rows_to_fill(group.num_rows, group.dim, group.dtype))
             widths = state_widths(optimizer, group.dim)
             self._state.append(
                 {n: torch.zeros(group.num_rows, w, dtype=group.dtype) for n, w in widths.items()}
@@ -167,6 +169,9 @@ class RowStore:
     ) -> None:
         """Update rows and their state by the rule, reading and writing only those rows.
 
+        Works through the rows in blocks: what a rule makes on its way stays in the cache, and needs
+        no memory of the size of all touched rows.
+
         Args:
             group: index of the group.
             keys_K: int64 keys, distinct.
@@ -179,24 +184,29 @@ class RowStore:
         if not keys_K.numel():
             return
         weights, states = self._weights[group], self._state[group]
-        rows_KD = weights.index_select(0, keys_K)
-        touched = {name: state.index_select(0, keys_K) for name, state in states.items()}
-        update_rows(
-            self._optimizer,
-            rows_KD,
-            touched,
-            grads_KD,
-            lr=lr,
-            num_steps=self.num_steps,
-            row_state_K1=row_state_K1,
-        )
-        weights.index_copy_(0, keys_K, rows_KD)
-        for name, state in states.items():
+        block_rows = max(1, _UPDATE_BLOCK_BYTES // (weights.shape[1] * weights.element_size()))
+        for low in range(0, keys_K.numel(), block_rows):
+            block = slice(low, low + block_rows)
+            block_keys_K = keys_K[block]
+            rows_KD = weights.index_select(0, block_keys_K)
+            touched = {name: state.index_select(0, block_keys_K) for name, state in states.items()}
+            update_rows(
+                self._optimizer,
+                rows_KD,
+                touched,
+                grads_KD[block],
+                lr=lr,
+                num_steps=self.num_steps,
+                row_state_K1=None if row_state_K1 is None else row_state_K1[block],
+            )
+            weights.index_copy_(0, block_keys_K, rows_KD)
             if row_state_K1 is None:
-                state.index_copy_(0, keys_K, touched[name])
-                continue
+                for name, state in states.items():
+                    state.index_copy_(0, block_keys_K, touched[name])
+        if row_state_K1 is not None:
+            (state,) = states.values()
             for low, high in self._with_first_column(group, keys_K):
-                state.index_copy_(0, keys_K[low:high], touched[name][low:high])
+                state.index_copy_(0, keys_K[low:high], row_state_K1[low:high])
 
     def _with_first_column(self, group: int, keys_K: Tensor) -> list[tuple[int, int]]:
         """Positions of the sorted keys that lie in pieces with the first column, half-open."""
