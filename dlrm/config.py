@@ -95,7 +95,7 @@ class TrainConfig:
     accumulate: int = 1
     """Micro-batches that a batch is cut into; gradients are summed, then applied once."""
     backend: str = "auto"
-    """Kernel of the tables: `torch`, `fbgemm`, or `auto`: fbgemm where it is legal and loads."""
+    """Kernel of the tables: `torch`, `fbgemm` (one process), or `auto`: torch, faster on CPU."""
     overlap: bool = True
     """Hide what travels between processes behind computation; equal to the bit, on or off."""
     profile: bool = False

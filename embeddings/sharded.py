@@ -97,7 +97,7 @@ class ShardedEmbeddings:
         plan: who owns what; None: every table whole, in one process.
         comm: the ranks; None: one process.
         wire: type of values on the wire; `fp32` leaves them as they are.
-        backend: `auto` takes fbgemm where it is legal and loads, else torch.
+        backend: `auto` is torch, which is faster on CPU; fbgemm only where it is asked for.
         accumulate: micro-batches per optimizer step (`train.accumulate`); only tells whether a
             fused update is legal, the caller sums with `sum_kv`.
         clip_norm: bound of the global gradient norm or None; likewise.
@@ -499,6 +499,8 @@ def _choose_backend(requested: Backend, illegal: str | None) -> tuple[str, str]:
     """
     if requested not in ("auto", "torch", "fbgemm"):
         raise ValueError(f"train.backend is {requested!r}, must be 'auto', 'torch' or 'fbgemm'")
+    if requested == "auto":
+        return "torch", "torch: faster than fbgemm's fused update on CPU (docs/benchmarks.md)"
     if requested == "torch":
         return "torch", "torch: as train.backend says"
     reason = illegal
@@ -507,6 +509,4 @@ def _choose_backend(requested: Backend, illegal: str | None) -> tuple[str, str]:
         if status.available:
             return "fbgemm", f"fbgemm: fused updates with {status.message}"
         reason = status.message
-    if requested == "fbgemm":
-        raise ValueError(f"train.backend=fbgemm can't be used: {reason}; set train.backend=torch")
-    return "torch", f"torch: {reason}"
+    raise ValueError(f"train.backend=fbgemm can't be used: {reason}; set train.backend=torch")
