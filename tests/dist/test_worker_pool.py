@@ -274,7 +274,7 @@ def test_nothing_is_left_after_close() -> None:
     pool.close()  # once more is no error
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="workers die with the parent on Linux only")
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are looked up in /proc")
 def test_workers_die_with_the_process_that_started_them(tmp_path: Path) -> None:
     """Even one that is stuck: nobody reads its connection's end."""
     script = (

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch._dynamo  # noqa: F401  (the first optimizer would import it: seconds on a busy machine)
@@ -73,6 +74,14 @@ def join_with_a_bad_file(rank: int, world_size: int, config: TrainRun, run_dir: 
     with pytest.raises(RawDataError) as caught:
         _train_joined(WorkerContext(rank, world_size, rank, NoHeartbeat()), config, "", run_dir)
     return str(caught.value)
+
+
+def train_joined(rank: int, world_size: int, config: TrainRun, run_dir: Path) -> None:
+    """A whole run of ranks that are there already, as those of torchrun; without plots."""
+    os.environ["LOCAL_WORLD_SIZE"] = str(world_size)
+    context = WorkerContext(rank, world_size, rank, NoHeartbeat())
+    with patch("dlrm.report.write_report", lambda folder: folder / "report.html"):
+        _train_joined(context, config, "", run_dir)
 
 
 def train_and_digest(

@@ -27,14 +27,17 @@ Rules:
 
 Waits have limits: `timeout_s` for a call (then the report shows where every rank stood), and the
 group's own for one collective. Workers die with the process that started them.
+
+Workers are forks of a process that has imported torch once for all and done nothing else
+(multiprocessing's fork server): an import of their own would take each of them seconds.
 """
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import importlib
 import importlib.util
+import multiprocessing
 import os
 import pickle
 import random
@@ -42,7 +45,6 @@ import shutil
 import signal
 import socket
 import struct
-import subprocess
 import sys
 import tempfile
 import threading
@@ -55,6 +57,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, TypeVar, cast
@@ -69,6 +72,9 @@ _GRACE_S = 0.5
 _STALL_S = 10.0
 # A process that has got SIGKILL is gone within this time.
 _KILL_S = 10.0
+# Imported before the fork; a module that isn't there is passed over (ours, where pytest wasn't
+# started in the checkout). torch._dynamo: the first optimizer would import it.
+_PRELOADED = ["torch", "torch._dynamo", "torch.distributed", "tests.commands"]
 _LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -88,7 +94,7 @@ class WorkerFailed(RuntimeError):
 @dataclass
 class _Worker:
     rank: int
-    process: subprocess.Popen[bytes]
+    process: ForkServerProcess
     connection: Connection
 
 
@@ -137,7 +143,7 @@ class WorkerPool:
     @property
     def pids(self) -> list[int]:
         """Process ids by rank; empty while no workers run."""
-        return [worker.process.pid for worker in self._workers]
+        return [_pid(worker.process) for worker in self._workers]
 
     def run(self, function: Callable[..., T], *args: Any) -> list[T]:
         """`function(rank, world_size, *args)` in every worker: results by rank.
@@ -184,9 +190,11 @@ class WorkerPool:
         """Kills the workers and what they started, and removes their folder."""
         for worker in self._workers:
             with suppress(ProcessLookupError, PermissionError):  # gone, or about to be
-                os.killpg(worker.process.pid, signal.SIGKILL)
+                os.killpg(_pid(worker.process), signal.SIGKILL)
+            worker.process.kill()  # One that hasn't got to its session yet.
         for worker in self._workers:
-            worker.process.wait(_KILL_S)
+            worker.process.join(_KILL_S)
+            assert worker.process.exitcode is not None, f"not gone within {_KILL_S} s"
             worker.connection.close()
         self._workers = []
         if self._folder is not None:
@@ -198,22 +206,18 @@ class WorkerPool:
         inherited = {k: v for k, v in os.environ.items() if k not in _LAUNCHER_VARIABLES}
         loopback = "lo" if sys.platform == "linux" else "lo0"
         environment = inherited | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": loopback}
-        for rank in range(self.world_size):
-            connection, theirs = _connect()
-            with theirs:
-                numbers = (rank, self.world_size, theirs.fileno(), os.getpid())
-                command = [sys.executable, "-W", "error", "-m", "tests.dist.worker_pool"]
-                command += [*map(str, numbers), str(self.group_timeout_s), str(self._folder)]
-                # A session of its own: Ctrl-C reaches pytest alone, and `close` kills the group.
-                process = subprocess.Popen(
-                    command,
-                    cwd=CHECKOUT,
-                    env=environment,
-                    stdin=subprocess.DEVNULL,
-                    pass_fds=[theirs.fileno()],
-                    start_new_session=True,
-                )
-            self._workers.append(_Worker(rank, process, connection))
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(_PRELOADED)
+        # The first start is that of the fork server, too: it gets the environment of workers.
+        with patch.dict(os.environ, environment, clear=True):
+            for rank in range(self.world_size):
+                connection, theirs = _connect()
+                with theirs:
+                    numbers = (rank, self.world_size, self.group_timeout_s)
+                    args = (*numbers, theirs, environment, self._folder)
+                    process = context.Process(target=_main, args=args, daemon=True)
+                    process.start()
+                self._workers.append(_Worker(rank, process, connection))
         self._await_replies(self.start_timeout_s, "the start of the workers")
 
     def _await_replies(self, timeout_s: float, where: str) -> list[_Reply]:
@@ -252,7 +256,7 @@ class WorkerPool:
         for reply in (first, *others):
             name = f"rank {reply.rank} of {self.world_size}"
             if reply.kind == "died":
-                lines.append(f"{name} {_how_it_ended(processes[reply.rank].returncode)}")
+                lines.append(f"{name} {_how_it_ended(processes[reply.rank].exitcode)}")
             elif reply.kind == "raised":
                 summary, text = cast(str, reply.body).split("\n", 1)
                 lines.append(f"{name} raised {summary}")
@@ -265,11 +269,10 @@ class WorkerPool:
     def _hang(self, ranks: list[int], where: str, timeout_s: float) -> WorkerFailed:
         # The signal makes a worker write where its threads stand, and die of it.
         for rank in ranks:
-            self._workers[rank].process.send_signal(signal.SIGUSR1)
+            os.kill(_pid(self._workers[rank].process), signal.SIGUSR1)
         lines = [f"in {where}: no answer within {timeout_s:g} s from ranks {ranks}"]
         for rank in ranks:
-            with suppress(subprocess.TimeoutExpired):
-                self._workers[rank].process.wait(_GRACE_S)
+            self._workers[rank].process.join(_GRACE_S)
             assert self._folder is not None
             path = _stack_path(self._folder, rank)
             stack = path.read_text() if path.exists() else ""
@@ -297,13 +300,13 @@ def _address(function: Callable[..., Any]) -> tuple[str, str, str]:
     return module.__name__, str(Path(file).resolve()), function.__qualname__
 
 
-def _connect() -> tuple[Connection, socket.socket]:
+def _connect() -> tuple[Connection, Connection]:
     """Our end, whose reads and writes can't block for ever, and the worker's."""
     ours, theirs = socket.socketpair()
     limit = struct.pack("ll", int(_STALL_S), 0)  # a struct timeval
     for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
         ours.setsockopt(socket.SOL_SOCKET, option, limit)
-    return Connection(ours.detach()), theirs
+    return Connection(ours.detach()), Connection(theirs.detach())
 
 
 def _receive(worker: _Worker) -> _Reply:
@@ -311,12 +314,17 @@ def _receive(worker: _Worker) -> _Reply:
         return _Reply(worker.rank, *pickle.loads(worker.connection.recv_bytes()))
     except (EOFError, OSError):
         # The connection closes before the process has ended: its status follows at once.
-        with suppress(subprocess.TimeoutExpired):
-            worker.process.wait(_GRACE_S)
+        worker.process.join(_GRACE_S)
         return _Reply(worker.rank, "died", time.monotonic())
 
 
-def _how_it_ended(status: int) -> str:
+def _pid(process: ForkServerProcess) -> int:
+    assert process.pid is not None
+    return process.pid
+
+
+def _how_it_ended(status: int | None) -> str:
+    assert status is not None
     if status < 0:
         return f"was killed by {signal.Signals(-status).name}"
     return f"exited with status {status}"
@@ -329,12 +337,21 @@ def _stack_path(folder: Path, rank: int) -> Path:
 # -------------------------------------------------------------------------- in a worker's process
 
 
-def _main() -> None:
-    rank, world_size, descriptor, parent = map(int, sys.argv[1:5])
-    folder = Path(sys.argv[6])
-    _die_with(parent)
-    os.set_inheritable(descriptor, False)
-    connection = Connection(descriptor)
+def _main(
+    rank: int,
+    world_size: int,
+    group_timeout_s: float,
+    connection: Connection,
+    environment: dict[str, str],
+    folder: Path,
+) -> None:
+    # A session of its own: Ctrl-C reaches pytest alone, and `close` kills the group.
+    os.setsid()
+    # A thread: what the fork server starts keeps it alive, so its end can't be the sign.
+    threading.Thread(target=_die_with_starter, daemon=True).start()
+    os.environ.clear()
+    os.environ.update(environment)
+    warnings.simplefilter("error")
     # Stays open as long as the process. `chain`: then the signal's default, the end.
     stacks = _stack_path(folder, rank).open("w")
     faulthandler.register(signal.SIGUSR1, stacks, all_threads=True, chain=True)
@@ -344,7 +361,7 @@ def _main() -> None:
     own_folder = folder / f"rank_{rank}"
     own_folder.mkdir()
     os.chdir(own_folder)
-    join = partial(_join, rank, world_size, folder, float(sys.argv[5]))
+    join = partial(_join, rank, world_size, folder, group_timeout_s)
     connection.send_bytes(_reply(stray, join))
     while True:
         try:
@@ -361,20 +378,20 @@ def _call(rank: int, world_size: int, request: bytes) -> Any:
         return function(rank, world_size, *pickle.loads(args))
 
 
-def _die_with(parent: int) -> None:
-    """SIGKILL at the parent's end, also within a collective that never ends (Linux only)."""
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        if ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL) != 0:
-            raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    if os.getppid() != parent:  # it ended before that
-        sys.exit(1)
+def _die_with_starter() -> None:
+    """Ends this process, and what it has started, when the process of the pool is gone."""
+    starter = multiprocessing.parent_process()
+    assert starter is not None
+    starter.join()
+    os.killpg(0, signal.SIGKILL)
 
 
 def _join(rank: int, world_size: int, folder: Path, timeout_s: float) -> None:
-    # torch is imported by the workers alone: it takes seconds, and a pool doesn't need it.
+    # Not at the top: the process of the pool itself doesn't need it.
+    import torch
     import torch.distributed as dist
 
+    torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
         store=dist.FileStore(str(folder / "store"), world_size),
@@ -477,7 +494,3 @@ def _fresh_state() -> Iterator[None]:
         torch.set_num_threads(1)
         if torch.are_deterministic_algorithms_enabled():  # the call imports the compiler: seconds
             torch.use_deterministic_algorithms(False)
-
-
-if __name__ == "__main__":
-    _main()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from data.errors import UserError
 from data.parquet import PreparedDataset
 from dlrm import mutations
 from dlrm.build import build_tables
-from dlrm.check import CheckFailed, verdict
+from dlrm.check import CheckFailed, CheckTask, verdict
 from dlrm.check_compare import (
     DENSE_GRADIENTS,
     DENSE_STATE,
@@ -190,12 +192,28 @@ NEEDED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def checked(visits: PreparedDataset) -> Callable[[str], tuple[CheckTask, list[PassResult]]]:
+    """A check with a fault planted and its passes; run once for all tests that ask for it."""
+
+    @cache
+    def run(name: str) -> tuple[CheckTask, list[PassResult]]:
+        layout, optim, more = NEEDED.get(name, ("row_wise", optimizers("adagrad"), {}))
+        # 64 samples are one of every lane, so both ranks have half of them.
+        size = {"data": {"batch_size": 64}} if name in SEEN_AT else {}
+        mutate = {"check": {"steps": 2, "mutate": name}}
+        task = check_task(visits, 2, layout, "mixed", optim, more, mutate, size)
+        return task, run_on_threads(task)
+
+    return run
+
+
 @pytest.mark.parametrize("name", MUTATIONS)
-def test_every_planted_fault_is_found_by_both_passes(name: str, visits: PreparedDataset) -> None:
-    layout, optim, more = NEEDED.get(name, ("row_wise", optimizers("adagrad"), {}))
-    mutate = {"check": {"steps": 2, "mutate": name}}
-    task = check_task(visits, 2, layout, "mixed", optim, more, mutate)
-    passes = run_on_threads(task)
+def test_every_planted_fault_is_found_by_both_passes(
+    name: str, checked: Callable[[str], tuple[CheckTask, list[PassResult]]]
+) -> None:
+    task, passes = checked(name)
+    assert len(passes) == 2
     with pytest.raises(CheckFailed, match=rf"FAIL \({name} was planted\).*the first was"):
         verdict(task.config, passes)
     for result in passes:
@@ -214,12 +232,11 @@ SEEN_AT = {
 
 
 @pytest.mark.parametrize("name", SEEN_AT)
-def test_a_fault_is_seen_at_its_own_stage(name: str, visits: PreparedDataset) -> None:
+def test_a_fault_is_seen_at_its_own_stage(
+    name: str, checked: Callable[[str], tuple[CheckTask, list[PassResult]]]
+) -> None:
     """Stages before the fault show nothing: the message leads to the place."""
-    # 64 samples are one of every lane, so both ranks have half of them.
-    mutate = {"check": {"steps": 2, "mutate": name}, "data": {"batch_size": 64}}
-    task = check_task(visits, 2, "row_wise", "mixed", optimizers("adagrad"), mutate)
-    by_step = run_on_threads(task)[1]
+    by_step = checked(name)[1][1]
     assert by_step.differences.first_beyond.startswith(SEEN_AT[name])
 
 
@@ -406,11 +423,12 @@ def test_the_table_has_every_table_and_fits(
     assert "!" not in text
 
 
-def test_what_is_beyond_is_marked(visits: PreparedDataset) -> None:
-    mutate = {"check": {"steps": 2, "mutate": "skip_state"}}
-    task = check_task(visits, 2, "row_wise", "kv", optimizers("adagrad"), mutate)
+def test_what_is_beyond_is_marked(
+    visits: PreparedDataset, checked: Callable[[str], tuple[CheckTask, list[PassResult]]]
+) -> None:
+    task, passes = checked("skip_state")
     tables, _ = build_tables(task.config, visits.manifest)
-    assert "!" in describe(run_on_threads(task), tables)
+    assert "!" in describe(passes, tables)
 
 
 def test_of_many_tables_the_worst_are_shown(

@@ -302,7 +302,7 @@ def test_micro_batches_and_clipping_on_ranks(
     """A share of two or none samples is cut into three micro-batches all the same; the norm is that
     of every row once, replicas too."""
     optim = rules(sparse, dense, clip_norm=0.3)
-    overrides = {"train": {**FP64, "accumulate": 3}, "optim": optim}
+    overrides = {"train": {**FP64, "accumulate": 3, "max_steps": 20}, "optim": optim}
     expected, losses = alone(overrides)
     factors: list[float] = []
 
