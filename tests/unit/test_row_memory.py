@@ -1,0 +1,27 @@
+"""Memory of large tables comes in pages of its own, and is like any other."""
+
+from __future__ import annotations
+
+import gc
+import pickle
+
+import pytest
+import torch
+
+from embeddings.row_memory import rows_to_fill
+
+
+@pytest.mark.parametrize("num_rows", [0, 3, 70_000], ids=["none", "few", "large"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rows_are_written_and_read(num_rows: int, dtype: torch.dtype) -> None:
+    rows_RD = rows_to_fill(num_rows, 16, dtype)
+    assert (rows_RD.shape, rows_RD.dtype) == ((num_rows, 16), dtype)
+    assert rows_RD.is_contiguous()
+    assert rows_RD.data_ptr() % 64 == 0, "a row of 64 bytes is to lie in one cache line"
+    rows_RD.fill_(2.0)
+    # A view keeps the memory alive by itself.
+    view = rows_RD[num_rows // 2 :]
+    del rows_RD
+    gc.collect()
+    assert bool((view == 2).all())
+    assert torch.equal(pickle.loads(pickle.dumps(view)), view)
