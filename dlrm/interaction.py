@@ -103,7 +103,7 @@ class DotInteraction(nn.Module):
         pad_to: int = 1,
     ) -> None:
         super().__init__()
-        self.dim, self.pad_to = dim, pad_to
+        self.dim = dim
         self.num_vectors = num_features + int(has_bottom)
         self.diagonal = diagonal
         self.has_bottom = has_bottom
@@ -120,6 +120,7 @@ class DotInteraction(nn.Module):
                 "sparse and no dense features: set model.interaction=cat or "
                 "model.dot_diagonal=true"
             )
+        self.num_zero_columns = padded(self.out_features, pad_to) - self.out_features
         # For the backward: the column of the output that holds Z[i, j] = Z[j, i]. Column 0 stands
         # in for a diagonal that isn't there; what it brings is set to zero.
         mirror_index = torch.zeros(self.num_vectors, self.num_vectors, dtype=torch.int64)
@@ -142,7 +143,7 @@ class DotInteraction(nn.Module):
             self.mirror_index,
             self.diagonal,
             self.has_bottom,
-            self.pad_to,
+            self.num_zero_columns,
         )
 
 
@@ -212,21 +213,19 @@ class _PairwiseDot(torch.autograd.Function):
         mirror_index: Tensor,
         diagonal: bool,
         has_bottom: bool,
-        pad_to: int,
+        num_zero_columns: int,
     ) -> Tensor:
         ctx.save_for_backward(vectors_BMD, mirror_index)
         ctx.diagonal, ctx.has_bottom = diagonal, has_bottom
         # The dtype is chosen by the caller; autocast would change it underneath.
         with torch.autocast(vectors_BMD.device.type, enabled=False):
             products_BMM = torch.bmm(vectors_BMD, vectors_BMD.transpose(1, 2))
-        columns = [products_BMM.flatten(1).index_select(1, triangle_index)]
-        if has_bottom:
-            columns.insert(0, vectors_BMD[:, 0])
-        num_columns = sum(part.shape[1] for part in columns)
-        missing = padded(num_columns, pad_to) - num_columns
-        if missing:
-            columns.append(vectors_BMD.new_zeros(1, missing).expand(vectors_BMD.shape[0], -1))
-        return torch.cat(columns, dim=1) if len(columns) > 1 else columns[0]
+        pairs_BP = products_BMM.flatten(1).index_select(1, triangle_index)
+        columns = [vectors_BMD[:, 0], pairs_BP] if has_bottom else [pairs_BP]
+        if num_zero_columns:
+            zeros = vectors_BMD.new_zeros(1, num_zero_columns)
+            columns.append(zeros.expand(vectors_BMD.shape[0], -1))
+        return torch.cat(columns, dim=1) if len(columns) > 1 else pairs_BP
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

@@ -271,7 +271,9 @@ class ProcessGroup(Communicator):
             for peer in peers
             if outgoing[peer].numel()
         ]
-        return [work for work in works if work is not None]
+        issued = [work for work in works if work is not None]
+        assert len(issued) == len(works), "this rank isn't in the group"
+        return issued
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """See `Communicator`; the processes of one run trust each other's pickles."""

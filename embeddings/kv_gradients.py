@@ -44,20 +44,18 @@ def sum_kv(parts: Sequence[Sequence[KVGradients]]) -> list[KVGradients]:
     summed: list[KVGradients] = []
     for group, entries in sorted(by_group.items()):
         entries = [entry for entry in entries if entry.keys_K.numel()] or entries[:1]
-        by_key = sorted(entries, key=lambda entry: int(entry.keys_K[0]) if len(entries) > 1 else 0)
+        if len(entries) == 1:
+            summed.append(entries[0])
+            continue
+        by_key = sorted(entries, key=lambda entry: int(entry.keys_K[0]))
         if all(int(a.keys_K[-1]) < int(b.keys_K[0]) for a, b in pairwise(by_key)):
-            summed.append(_joined(by_key))
+            # Keys that follow each other: nothing to sort, nothing to sum.
+            keys_K = torch.cat([entry.keys_K for entry in by_key])
+            grads_KD = torch.cat([entry.grads_KD for entry in by_key])
+            summed.append(KVGradients(group, keys_K, grads_KD))
             continue
         ordered = sort_keys(torch.cat([entry.keys_K for entry in entries]))
         grads_LD = torch.cat([entry.grads_KD for entry in entries])
         grads_KD = bag_sum(grads_LD, ordered.order_L, ordered.starts, None)
         summed.append(KVGradients(group, ordered.keys_K, grads_KD))
     return summed
-
-
-def _joined(entries: Sequence[KVGradients]) -> KVGradients:
-    """Entries of one group whose keys follow each other: nothing to sort, nothing to sum."""
-    if len(entries) == 1:
-        return entries[0]
-    keys_K = torch.cat([entry.keys_K for entry in entries])
-    return KVGradients(entries[0].group, keys_K, torch.cat([entry.grads_KD for entry in entries]))

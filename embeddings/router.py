@@ -356,7 +356,7 @@ def sample_major(
 
         return SampleMajorBags(
             keys_L=transposed(keys_L),
-            offsets=torch.from_numpy(offsets_of(lengths_FB.reshape(-1))),
+            offsets=torch.from_numpy(offsets),  # The same, whatever the order of the bags.
             weights_L=None if weights_L is None else transposed(weights_L),
         )
     starts_BF = offsets[:-1].reshape(lengths_FB.shape).T.reshape(-1)

@@ -23,6 +23,7 @@ from omegaconf import OmegaConf
 from data.parquet import PreparedDataset
 from data.prepare import RawInputs, prepare
 from data.schema import DenseColumn, RawFormat, Schema, SparseColumn, Split
+from data.synthetic import SyntheticConfig, synthesise
 from dlrm.__main__ import add_entry, run
 from dlrm.config import TrainRun, register, to_config
 from dlrm.hydra_jobs import register_sweeper
@@ -197,6 +198,13 @@ def write_adult_csv(
 
 
 # ------------------------------------------------- a small dataset with everything that a step sees
+
+
+def one_hot_dataset(root: Path) -> PreparedDataset:
+    """300 + 130 rows of one-hot data, tables of 26 sizes down to one row."""
+    sizes = SyntheticConfig(num_train=300, num_valid=130, num_test=0, cardinality_scale=1e-5)
+    synthesise(sizes, root)
+    return PreparedDataset(root)
 
 
 def write_visits(folder: Path, num_rows: int, *, seed: int = 0) -> PreparedDataset:

@@ -23,8 +23,7 @@ from data.parquet import Order, PreparedDataset
 from data.synthetic import NUM_DENSE, NUM_SPARSE
 from dlrm.bench.comparison import Figure, Turns, Variant, Yardstick
 from dlrm.bench.measure import process_figures
-from dlrm.bench.prepare_bench import check_one_process
-from dlrm.bench.sides import OWN, check_names, check_torchrec_installed, hush_torchrec
+from dlrm.bench.sides import OWN, TORCHREC_DATA, data_sides, hush_torchrec
 from dlrm.bench.turns import Bench, Session, take_turns
 from dlrm.config import BenchRun
 from dlrm.datasets import open_dataset
@@ -35,8 +34,8 @@ from dlrm.memory import available_bytes
 READS = {"data": True, "data.shuffle": False, "data.eval_batch_size": False}
 """See `warn_of_ignored`."""
 
-TORCHREC_SIDE, DATALOADER = "torchrec", "torch_dataloader"
-SIDES = (OWN, TORCHREC_SIDE, DATALOADER)
+DATALOADER = "torch_dataloader"
+SIDES = (OWN, TORCHREC_DATA, DATALOADER)
 _FILES = ("dense", "sparse", "labels")
 _ROW_BYTES = 4 * NUM_DENSE + 8 * NUM_SPARSE + 4
 
@@ -78,11 +77,7 @@ def bench_loader(session: Session) -> list[str]:
         UserError: for what can't be compared; nothing has been measured then.
     """
     config = session.config
-    sides = config.bench.sides or list(SIDES)
-    check_names(sides, SIDES)
-    check_one_process(config)
-    if TORCHREC_SIDE in sides:
-        check_torchrec_installed([side for side in sides if side != TORCHREC_SIDE], "iopath")
+    sides = data_sides(config, SIDES)
     with PrepareDisplay() as display:
         dataset = open_dataset(config.data, Path.cwd(), display)
     dataset.check("train")
@@ -119,7 +114,7 @@ def loader_yardstick(num_rows: int) -> Yardstick:
             Figure("peak_rss_bytes", "peak_rss_bytes", "peak MiB", 0, 2**-20),
         ],
         own=(OWN,),
-        torchrec=(TORCHREC_SIDE,),
+        torchrec=(TORCHREC_DATA,),
         floors=(),
         disagreements=lambda turns: _disagreements(turns, num_rows),
         notes=_notes,
@@ -128,13 +123,13 @@ def loader_yardstick(num_rows: int) -> Yardstick:
 
 def _check_peers(manifest: Manifest, num_rows: int, sides: list[str]) -> None:
     peers = [side for side in sides if side != OWN]
-    leave = f"leave it out: bench.sides=[{','.join(s for s in sides if s != TORCHREC_SIDE)}]"
+    leave = f"leave it out: bench.sides=[{','.join(s for s in sides if s != TORCHREC_DATA)}]"
     if peers and any(f.is_list or f.bag_weights is not None for f in manifest.features):
         raise UserError(
             f"the data have features of several ids, which the peers {', '.join(peers)} aren't "
             f"built for here; choose other data (data=synthetic_full), or bench.sides=[{OWN}]"
         )
-    if TORCHREC_SIDE in sides and len(manifest.features) != NUM_SPARSE:
+    if TORCHREC_DATA in sides and len(manifest.features) != NUM_SPARSE:
         raise UserError(
             f"the data have {len(manifest.features)} sparse features; TorchRec's loader is made "
             f"for Criteo's {NUM_SPARSE}: choose other data (data=synthetic_full), or {leave}"
@@ -158,14 +153,14 @@ def measure_loader(context: WorkerContext, task: LoaderTask) -> dict[str, Any]:
     context.heartbeat.beat(0, "write the peers' files")
     with tempfile.TemporaryDirectory(prefix="dlrm-bench-") as folder:
         files = {} if task.side == OWN else _write_arrays(dataset, Path(folder))
-        if task.side == TORCHREC_SIDE:
+        if task.side == TORCHREC_DATA:
             hush_torchrec()
             importlib.import_module("torchrec.datasets.criteo")  # Seconds that aren't the loader's.
         start_s = time.perf_counter()
         if task.side == OWN:
             epochs, note = _own(task.config, dataset)
         else:
-            open_peer = {TORCHREC_SIDE: _torchrec, DATALOADER: _dataloader}[task.side]
+            open_peer = {TORCHREC_DATA: _torchrec, DATALOADER: _dataloader}[task.side]
             epochs, note = open_peer(task.config, files)
         _run_epoch(context, next(epochs))
         from_files_s = time.perf_counter() - start_s

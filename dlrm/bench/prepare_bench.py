@@ -28,9 +28,8 @@ from data.split import PARTS
 from data.synthetic import GENERATOR_VERSION, NUM_DENSE, NUM_SPARSE, SyntheticConfig, write_raw_tsv
 from dlrm.bench.comparison import Figure, Turns, Variant, Yardstick
 from dlrm.bench.measure import process_figures
-from dlrm.bench.sides import OWN, check_names, check_torchrec_installed, hush_torchrec
+from dlrm.bench.sides import OWN, TORCHREC_DATA, data_sides, hush_torchrec
 from dlrm.bench.turns import Bench, Session, take_turns
-from dlrm.config import BenchRun
 from dlrm.display import PrepareDisplay
 from dlrm.launch import WorkerContext
 
@@ -50,8 +49,8 @@ READS = {
 }
 """See `warn_of_ignored`."""
 
-TORCHREC_SIDE, READER = "torchrec", "pyarrow_csv"
-SIDES = (OWN, TORCHREC_SIDE, READER)
+READER = "pyarrow_csv"
+SIDES = (OWN, TORCHREC_DATA, READER)
 MIN_COUNT = 4
 """Tokens that are rarer share a row, on both sides."""
 _DEFAULT_PEER_ROWS = 200_000
@@ -86,11 +85,7 @@ def bench_prepare(session: Session) -> list[str]:
         UserError: for what can't be compared; nothing has been measured then.
     """
     config = session.config
-    sides = config.bench.sides or list(SIDES)
-    check_names(sides, SIDES)
-    check_one_process(config)
-    if TORCHREC_SIDE in sides:
-        check_torchrec_installed([side for side in sides if side != TORCHREC_SIDE], "iopath")
+    sides = data_sides(config, SIDES)
     if config.data.synthetic is None:
         raise UserError(
             f"data={config.data.name}: the raw rows of `dlrm bench prepare` are generated; set "
@@ -99,11 +94,11 @@ def bench_prepare(session: Session) -> list[str]:
     peer_rows = config.bench.peer_rows or min(_DEFAULT_PEER_ROWS, config.bench.rows)
     cache = Path.cwd() / Path(config.data.cache).expanduser()
     raw = raw_rows(config.data.synthetic, config.bench.rows, cache)
-    peer_raw = first_rows(raw, peer_rows) if TORCHREC_SIDE in sides else raw
+    peer_raw = first_rows(raw, peer_rows) if TORCHREC_DATA in sides else raw
     raw_bytes = raw.stat().st_size
 
     def task(side: str) -> PrepareTask:
-        return PrepareTask(side, peer_raw if side == TORCHREC_SIDE else raw, peer_rows, cache)
+        return PrepareTask(side, peer_raw if side == TORCHREC_DATA else raw, peer_rows, cache)
 
     turns = Bench(
         [Variant(side, "") for side in sides],
@@ -111,7 +106,7 @@ def bench_prepare(session: Session) -> list[str]:
         prepare_yardstick(config.bench.rows, peer_rows),
         {
             "bench": f"prepare, {config.bench.rows:,} raw rows ({raw_bytes / 1e6:,.0f} MB), "
-            f"{TORCHREC_SIDE} the first {peer_rows:,}",
+            f"{TORCHREC_DATA} the first {peer_rows:,}",
             "model": f"Criteo's columns, {sum(config.data.synthetic.cardinalities()):,} possible "
             f"tokens; tokens rarer than {MIN_COUNT} share a row",
             "steps": f"{config.bench.repeats} turns; the raw file is in the page cache",
@@ -136,24 +131,11 @@ def prepare_yardstick(num_rows: int, peer_rows: int) -> Yardstick:
             Figure("peak_rss_bytes", "peak_rss_bytes", "peak MiB", 0, 2**-20),
         ],
         own=(OWN,),
-        torchrec=(TORCHREC_SIDE,),
+        torchrec=(TORCHREC_DATA,),
         floors=(READER,),
         disagreements=lambda turns: _disagreements(turns, num_rows, peer_rows),
         notes=lambda turns: _notes(turns, peer_rows),
     )
-
-
-def check_one_process(config: BenchRun) -> None:
-    """Refuses several processes.
-
-    Raises:
-        UserError: naming the key.
-    """
-    if config.launch.nproc > 1:
-        raise UserError(
-            f"launch.nproc={config.launch.nproc}: `dlrm bench {config.kind}` measures one process; "
-            "set launch.nproc=1"
-        )
 
 
 def raw_rows(synthetic: SyntheticConfig, num_rows: int, cache: Path) -> Path:
@@ -207,7 +189,7 @@ def measure_prepare(context: WorkerContext, task: PrepareTask) -> dict[str, Any]
     with open(task.raw, "rb") as source:
         while source.read(1 << 24):
             pass
-    measure = {OWN: _measure_own, TORCHREC_SIDE: _measure_torchrec, READER: _measure_reader}
+    measure = {OWN: _measure_own, TORCHREC_DATA: _measure_torchrec, READER: _measure_reader}
     context.heartbeat.beat(1, "prepare")
     with tempfile.TemporaryDirectory(prefix="bench-", dir=task.scratch) as folder:
         figures = measure[task.side](task, Path(folder))
@@ -280,7 +262,7 @@ def _disagreements(turns: Turns, num_rows: int, peer_rows: int) -> list[str]:
     problems = []
     known = [(variant, m) for variant, found in turns.items() for m in found]
     for variant, measurement in known:
-        wanted = peer_rows if variant.side == TORCHREC_SIDE else num_rows
+        wanted = peer_rows if variant.side == TORCHREC_DATA else num_rows
         rows = measurement.figures["rows"]
         if rows != wanted:
             problems.append(f"{variant.name} has made {rows:,} rows of {wanted:,}")

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 OWN = "dlrm"
 FLOOR = "gemm_floor"
 ALL_TO_ALL_FLOOR = "all_to_all_floor"
+TORCHREC_DATA = "torchrec"
+"""TorchRec's own tools for data."""
 FLOORS = (FLOOR, ALL_TO_ALL_FLOOR)
 TORCHREC = (
     "torchrec_table_wise",
@@ -105,6 +107,24 @@ def check_names(sides: Sequence[str], known: Iterable[str]) -> None:
     unknown = [side for side in sides if side not in known]
     if unknown:
         raise UserError(f"bench.sides: no side {unknown[0]}; there are {', '.join(known)}")
+
+
+def data_sides(config: BenchRun, known: Sequence[str]) -> list[str]:
+    """The sides of a benchmark of data, in one process: those of `bench.sides`, or all.
+
+    Raises:
+        UserError: for several processes, a side that there isn't, or a TorchRec that can't run.
+    """
+    sides = config.bench.sides or list(known)
+    check_names(sides, known)
+    if config.launch.nproc > 1:
+        raise UserError(
+            f"launch.nproc={config.launch.nproc}: `dlrm bench {config.kind}` measures one process; "
+            "set launch.nproc=1"
+        )
+    if TORCHREC_DATA in sides:
+        check_torchrec_installed([side for side in sides if side != TORCHREC_DATA], "iopath")
+    return sides
 
 
 def check_row_updates(config: BenchRun, sides: Sequence[str]) -> None:

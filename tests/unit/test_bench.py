@@ -16,7 +16,6 @@ from rich.console import Console
 
 from data.errors import UserError
 from data.parquet import PreparedDataset
-from data.synthetic import SyntheticConfig, synthesise
 from dlrm.bench.comparison import Comparison, Measurement, Variant, compare
 from dlrm.bench.machine import provenance
 from dlrm.bench.measure import SideTask
@@ -27,7 +26,14 @@ from dlrm.bench.train_bench import train_yardstick
 from dlrm.blame import WorkersFailed
 from dlrm.build import build_tables
 from dlrm.config import BenchConfig, BenchRun
-from tests.commands import TINY_DATA, compose_config, dlrm, read_result, write_visits
+from tests.commands import (
+    TINY_DATA,
+    compose_config,
+    dlrm,
+    one_hot_dataset,
+    read_result,
+    write_visits,
+)
 
 SMALL = (
     "data.batch_size=64",
@@ -44,12 +50,7 @@ ROW_WISE = Variant("torchrec_row_wise", "fp32")
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> PreparedDataset:
-    """300 + 130 rows of one-hot data, tables of 26 sizes down to one row."""
-    root = tmp_path_factory.mktemp("bench") / "d"
-    synthesise(
-        SyntheticConfig(num_train=300, num_valid=130, num_test=0, cardinality_scale=1e-5), root
-    )
-    return PreparedDataset(root)
+    return one_hot_dataset(tmp_path_factory.mktemp("bench") / "d")
 
 
 @pytest.fixture

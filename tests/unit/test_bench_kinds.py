@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 
 from data.parquet import PreparedDataset
-from data.synthetic import SyntheticConfig, synthesise
+from data.synthetic import SyntheticConfig
 from dlrm.bench.batches import memory_batches
 from dlrm.bench.comparison import Comparison, Measurement, Variant, Yardstick, compare
 from dlrm.bench.exchange_bench import SIDES, default_sides, exchange_yardstick
@@ -37,19 +37,14 @@ from dlrm.bench.table import MAX_WIDTH, print_comparison
 from dlrm.build import build_tables
 from dlrm.config import BenchRun
 from dlrm.launch import single_process
-from tests.commands import TINY_DATA, compose_config, dlrm, read_result
+from tests.commands import TINY_DATA, compose_config, dlrm, one_hot_dataset, read_result
 
 SMALL = ("data.batch_size=64", "launch.num_threads=1", "bench.steps=3", "bench.warmup_steps=1")
 
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> PreparedDataset:
-    """300 + 130 rows of one-hot data, tables of 26 sizes down to one row."""
-    root = tmp_path_factory.mktemp("bench") / "d"
-    synthesise(
-        SyntheticConfig(num_train=300, num_valid=130, num_test=0, cardinality_scale=1e-5), root
-    )
-    return PreparedDataset(root)
+    return one_hot_dataset(tmp_path_factory.mktemp("bench") / "d")
 
 
 @pytest.fixture

@@ -14,7 +14,6 @@ from torch import nn
 from data.batch import Batch, JaggedIds
 from data.errors import UserError
 from data.parquet import PreparedDataset
-from data.synthetic import SyntheticConfig, synthesise
 from dlrm.bench.batches import memory_batches
 from dlrm.bench.measure import SideTask
 from dlrm.bench.side_gemm import GemmSide
@@ -25,7 +24,7 @@ from dlrm.build import build_model, build_tables
 from dlrm.config import BenchRun
 from dlrm.launch import single_process
 from embeddings.table import TableConfig
-from tests.commands import compose_config, write_visits
+from tests.commands import compose_config, one_hot_dataset, write_visits
 
 SMALL = (
     "data.batch_size=64",
@@ -37,12 +36,7 @@ SMALL = (
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> PreparedDataset:
-    """300 + 130 rows of one-hot data, tables of 26 sizes down to one row."""
-    root = tmp_path_factory.mktemp("bench") / "d"
-    synthesise(
-        SyntheticConfig(num_train=300, num_valid=130, num_test=0, cardinality_scale=1e-5), root
-    )
-    return PreparedDataset(root)
+    return one_hot_dataset(tmp_path_factory.mktemp("bench") / "d")
 
 
 @pytest.fixture

@@ -52,7 +52,8 @@ def test_another_libc_is_left_alone(libc: _Libc, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="mallopt is glibc's")
 def test_glibc_takes_the_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    """glibc once refused thresholds above 32 MiB; it would say so. (Set to what they are.)"""
+    """glibc once refused thresholds above 32 MiB; it would say so. (They stay raised in
+    this process, as after any run in it.)"""
     for name in heap._SET_BY_USER:
         monkeypatch.delenv(name, raising=False)
     assert heap.keep_heap()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -80,7 +78,7 @@ def test_layers_have_the_names_and_start_of_modules_side_by_side() -> None:
         "2.weight",
         "2.bias",
     ]
-    assert copy.deepcopy(layers)(torch.ones(2, 3)).shape == (2, 5)
+    assert layers(torch.ones(2, 3)).shape == (2, 5)
 
 
 def test_rows_are_filled_up_to_whole_cache_lines() -> None:
