@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -76,6 +76,9 @@ class Prefetcher(Generic[T]):
             self._queue.put(_END)
         except BaseException as error:
             self._queue.put(_Failure(error))
+        finally:
+            if isinstance(source, Generator):
+                source.close()  # Here, and not when the garbage collector finds it.
 
 
 class _Failure:

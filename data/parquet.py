@@ -143,7 +143,8 @@ class _LaneReader:
         order = self._order
         first_lane = NUM_LANES * order.rank // order.world_size
         last_lane = NUM_LANES * (order.rank + 1) // order.world_size
-        with ThreadPoolExecutor(1) as pool:
+        pool = ThreadPoolExecutor(1)
+        try:
             lanes = [
                 _Lane(lane, self._group_order(lane), self._read_group, pool)
                 for lane in range(first_lane, last_lane)
@@ -159,6 +160,10 @@ class _LaneReader:
                     for piece in lane.take(lane_rows(start, lane.lane), lane_rows(stop, lane.lane))
                 ]
                 yield self._batch(pieces)
+        finally:
+            # Not waited for: the garbage collector closes a generator that was dropped, and it may
+            # run in any thread and under any lock, those of `threading` too.
+            pool.shutdown(wait=False, cancel_futures=True)
 
     def _group_order(self, lane: int) -> list[tuple[int, int]]:
         """(file, rows) of the lane's row groups in the order in which they are read."""
