@@ -21,6 +21,7 @@ VERBS = {
     "train": "train a model (with no argument: on built-in synthetic data) and report",
     "evaluate": "metrics of a trained model on a prepared part or on raw files",
     "predict": "probabilities of a trained model for raw files, labelled or not, as parquet",
+    "export": "a trained model's tables (parquet, npy, int8), or the whole model (torch.export)",
     "check": "whether a sharded configuration trains the same model as one plain process",
     "bench": "this system and its peers measured side by side",
 }
@@ -36,13 +37,19 @@ dlrm train data=criteo_kaggle data.raw=train.txt          # prepares first, then
 dlrm train data=criteo_kaggle data.root=prepared/kaggle optim=adam train.precision=bf16
 dlrm train experiment=adult hydra.run.dir=outputs/adult
 dlrm train -m sharding=row_wise,column_wise data.batch_size=2048,8192 launch.nproc=2
-dlrm train experiment=sweep_sharding                      # a whole sweep in a file""",
+dlrm train experiment=sweep_sharding                      # a whole sweep in a file
+dlrm train … hydra.run.dir=RUN train.resume=latest        # goes on after a stop or a kill""",
     "evaluate": """\
 dlrm evaluate run=outputs/train/20260101-120000-000000
 dlrm evaluate run=outputs/adult checkpoint=latest part=valid
 dlrm evaluate run=outputs/adult data.raw=more.csv         # raw rows, the run's own vocabulary""",
     "predict": """\
 dlrm predict run=outputs/adult data.raw=new.csv out=predictions.parquet""",
+    "export": """\
+dlrm export run=outputs/adult                             # every table: row, token, vector
+dlrm export run=outputs/adult export.tables=[education] export.format=npy export.out=tables
+dlrm export run=outputs/adult export.what=model checkpoint=latest
+dlrm export run=outputs/adult export.what=quantized part=valid""",
     "check": """\
 dlrm check launch.nproc=2 sharding=row_wise               # any keys of `dlrm train`
 dlrm check experiment=adult launch.nproc=3 check.steps=20
@@ -54,7 +61,8 @@ dlrm bench train bench.precisions=[fp32,bf16] bench.repeats=5
 dlrm bench train bench.sides=[dlrm,gemm_floor]            # without what isn't installed
 dlrm bench exchange launch.nproc=2 bench.network=1gbit    # the tables alone; a network of that rate
 dlrm bench prepare bench.rows=2000000
-dlrm bench loader""",
+dlrm bench loader
+dlrm bench checkpoint launch.nproc=2 sharding=row_wise    # save, load, and a storm of kills""",
 }
 
 # Keys of Hydra's own that hold text.
@@ -135,6 +143,28 @@ def _run_verb(verb: str, arguments: list[str]) -> int:
         return 130
     except Exception as error:
         return _report(verb, error)
+    except BaseException as error:
+        return _stopped(verb, arguments, error)
+
+
+def _stopped(verb: str, arguments: list[str], error: BaseException) -> int:
+    """Tells how a run that was ended in order goes on; returns the exit status of its signal."""
+    from dlrm.stop import RunStopped
+    from dlrm.torchrun import under_torchrun
+
+    if not isinstance(error, RunStopped):
+        raise error
+    replaced = ("hydra.run.dir=", "train.resume=", "train.overwrite=", "train.warm_start.")
+    others = [a for a in arguments if not a.lstrip("+").startswith((*replaced, "-m", "--multirun"))]
+    more = ["train.resume=latest", f"hydra.run.dir={error.run_dir}"]
+    print(f"dlrm: {error}; go on with:", file=sys.stderr)
+    if {"-m", "--multirun"} & set(arguments):
+        print(f"  the job's overrides and {shlex.join(more)}", file=sys.stderr)
+    elif under_torchrun():
+        print(f"  the same torchrun command and {shlex.join(more)}", file=sys.stderr)
+    else:
+        print(f"  {shlex.join(['dlrm', verb, *others, *more])}", file=sys.stderr)
+    return 128 + error.number
 
 
 def _check_torchrun(verb: str, arguments: list[str]) -> None:
@@ -160,7 +190,7 @@ def _report(verb: str, error: Exception, job: str = "") -> int:
     if type(error).__module__.split(".")[0] in ("data", "embeddings", "dlrm"):
         return _fail(job + str(error), 2 if isinstance(error, ValueError) else 1)
     if isinstance(error, OSError) and error.filename:
-        keys = "data.root=, data.cache=, hydra.run.dir= and out= name other places"
+        keys = "data.root=, data.cache=, hydra.run.dir=, out= and export.out= name other places"
         return _fail(f"{job}{error.filename}: {error.strerror} ({keys})", 2)
     if job:
         _fail(f"{job}failed", 1)
@@ -213,6 +243,10 @@ def _dispatch(verb: str, config: Any, text: str, run_dir: Path, is_sweep: bool) 
         from dlrm.bench.run import run_bench
 
         return run_bench(config, text, run_dir, _command_of_job())
+    if verb == "export":
+        from dlrm.export import run_export
+
+        return run_export(config, run_dir)
     from dlrm.score import run_evaluate, run_predict
 
     return (run_evaluate if verb == "evaluate" else run_predict)(config, run_dir)

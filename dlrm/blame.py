@@ -12,6 +12,7 @@ from dlrm.worker import START_TIMEOUT_S, Failure
 
 # A rank that waits in a collective has this much longer than the others: the collective's own
 # timeout, which tells more, comes first.
+_END_TIMEOUT_S = 15.0
 _WAITING_EXTRA_S = 5.0
 
 
@@ -61,6 +62,8 @@ def find_hanging(
     def limit_s(beat: Beat) -> float:
         if beat.phase == START:
             return max(timeout_s, START_TIMEOUT_S)
+        if beat.is_finished:  # Python takes its time to end, on a busy machine.
+            return max(timeout_s, _END_TIMEOUT_S)
         return timeout_s + (_WAITING_EXTRA_S if beat.waits_for else 0.0)
 
     late = [b for b in beats if b.rank in running and now_s - b.time_s > limit_s(b)]

@@ -1,45 +1,145 @@
-"""Models on disk: `checkpoints/step-N/`, with `latest` and `best` naming complete ones.
+"""Checkpoints: everything that a run needs to go on, under any other plan, and its models.
 
     checkpoints/latest              text: the folder's name
     checkpoints/best                text: the folder's name (the same or an older one)
     checkpoints/step-000732/
-        checkpoint.json             format, step, tables, digests of the files; written last
-        dense.npz                   dense weights, by parameter name
-        dense_state.npz             dense optimizer state, by parameter and state name
-        tables/C1.weight.npy        rows; C1.sum.npy …: their optimizer state
+        checkpoint.json             what it is, where the run was, all files' digests; written last
+        config.yaml, plan.json      of the run
+        dense.safetensors           dense weights, by parameter name
+        dense_state.safetensors     dense optimizer state, as PARAMETER/STATE
+        rows-00000.safetensors …    the rows that each rank held, with their state, and where they
+        rows-00000.json …           belong (`checkpoint_rows`)
 
-Plain arrays: reading runs no code. A folder is written under another name and renamed when whole.
+Reading runs no code: JSON and safetensors only. A folder has another name until every rank's part
+is flushed to disk; the names `latest` and `best` come after it.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
-import numpy as np
 import torch
-from torch import nn
+import xxhash
+from torch import Tensor, nn
 
 from data.errors import UserError
-from data.files import file_name, file_sha256, write_whole
+from data.files import write_whole
+from dlrm.checkpoint_rows import (
+    RowsReader,
+    StoredTable,
+    read_described,
+    write_described,
+    write_rows,
+)
+from dlrm.tensor_file import (
+    MALFORMED,
+    DamagedError,
+    FileDigest,
+    TensorFile,
+    check_size,
+    flush_folder,
+    names_of,
+    naming,
+    write_tensors,
+)
 from embeddings.communicator import Communicator
 from embeddings.sharded import ShardedEmbeddings
-from embeddings.store import WEIGHT
+from embeddings.store import RowsPart
 
-FORMAT_VERSION = 1
-BLOCK_ROWS = 65_536
+T = TypeVar("T")
+FORMAT_VERSION = 2
 _INFO = "checkpoint.json"
+_NAMES = ("latest", "best")
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run was.
+
+    Attributes:
+        step: optimizer steps done.
+        epoch: the epoch of the next batch.
+        batch: the next batch of that epoch: the position of every lane follows from it.
+        samples: samples seen.
+        loss_last: loss of the last step.
+        best_value: the best AUC on the valid part so far.
+        history: the evaluations so far.
+    """
+
+    step: int
+    epoch: int = 0
+    batch: int = 0
+    samples: int = 0
+    loss_last: float | None = None
+    best_value: float | None = None
+    history: tuple[dict[str, Any], ...] = ()
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a rank gives to be kept; the ranks' parts make up the model.
+
+    Attributes:
+        progress: where the run is; the same on all ranks, as are `dense`, `dense_state`, `tables`
+            and `about`.
+        dense: dense weights.
+        dense_state: dense optimizer state, as PARAMETER/STATE.
+        tables: every table.
+        num_row_steps: steps that the row optimizer has counted.
+        parts: the rows to write here (`ShardedEmbeddings.own_parts`).
+        about: what else is to be known of the run: JSON.
+        files: further text files, by name.
+    """
+
+    progress: Progress
+    dense: dict[str, Tensor]
+    dense_state: dict[str, Tensor]
+    tables: dict[str, StoredTable]
+    num_row_steps: int
+    parts: list[RowsPart]
+    about: Mapping[str, Any] = field(default_factory=dict)
+    files: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        progress: Progress,
+        model: nn.Module,
+        embeddings: ShardedEmbeddings,
+        dense_optimizer: torch.optim.Optimizer,
+        about: Mapping[str, Any] | None = None,
+        files: Mapping[str, str] | None = None,
+    ) -> Contents:
+        """What this rank holds, as views: nothing is copied."""
+        store = embeddings.store
+        tables = {
+            t.name: StoredTable(t.rows, t.dim, embeddings.dtype, store.state_widths(t.name))
+            for t in embeddings.tables
+        }
+        parts = [p for t in embeddings.tables for p in embeddings.own_parts(t.name, 0, t.rows)]
+        return cls(
+            progress,
+            {name: tensor.detach() for name, tensor in model.state_dict().items()},
+            _optimizer_tensors(model, dense_optimizer),
+            tables,
+            store.num_steps,
+            parts,
+            about or {},
+            files or {},
+        )
 
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """A complete model on disk.
+    """A complete checkpoint on disk.
 
     Attributes:
         folder: where it lies.
@@ -53,305 +153,318 @@ class CheckpointInfo:
     step: int
     values: dict[str, Any]
 
+    @property
+    def progress(self) -> Progress:
+        """Where the run was."""
+        values = self.values["progress"]
+        return Progress(**{**values, "history": tuple(values["history"])})
+
+    @cached_property
+    def tables(self) -> dict[str, StoredTable]:
+        """The tables that it holds."""
+        return {
+            name: StoredTable(
+                table["rows"], table["dim"], getattr(torch, table["dtype"]), table["state"]
+            )
+            for name, table in self.values["tables"].items()
+        }
+
+    def rows(self) -> RowsReader:
+        """Reads rows of the tables."""
+        return RowsReader(self.folder, self.values["files"], self.tables)
+
+    def dense(self) -> dict[str, Tensor]:
+        """The dense weights."""
+        return self._tensors("dense.safetensors")
+
+    def dense_state(self) -> dict[str, Tensor]:
+        """The dense optimizer's state, as PARAMETER/STATE."""
+        return self._tensors("dense_state.safetensors")
+
+    def text(self, name: str) -> str:
+        """One of the further files."""
+        return read_described(self.folder / name, self.values["files"][name]).decode()
+
+    def _tensors(self, name: str) -> dict[str, Tensor]:
+        entry = self.values["files"][name]
+        digest = FileDigest(entry["bytes"], tuple(entry["blocks"]))
+        file = TensorFile(self.folder / name, digest)
+        return {tensor: file.read(tensor) for tensor in file.tensors}
+
 
 class Checkpoints:
-    """The models of one run: `latest` and `best`."""
+    """The checkpoints of one run.
 
-    def __init__(self, run_path: Path) -> None:
-        self._root = run_path / "checkpoints"
+    Args:
+        run_path: the run's folder, shared by all ranks.
+        keep: how many of the newest are kept, besides the best.
+    """
+
+    def __init__(self, run_path: Path, keep: int = 2) -> None:
+        assert keep >= 1
+        self.root = run_path / "checkpoints"
+        self._keep = keep
 
     def save(
         self,
-        step: int,
-        model: nn.Module,
-        embeddings: ShardedEmbeddings,
-        dense_optimizer: torch.optim.Optimizer,
+        contents: Contents,
+        comm: Communicator,
         *,
         is_best: bool,
         beat: Callable[[], None] = lambda: None,
     ) -> None:
-        """Writes the model as it is now; it becomes `latest` and, where `is_best`, `best`.
+        """Writes a checkpoint; it becomes `latest` and, where `is_best`, `best`.
 
-        Called by all ranks, which share the folder: the first makes the files, each rank writes the
-        rows it holds at their place (of tables with split columns, the first all rows, which travel
-        to it), each takes the digests of its share of the files, and the first names the model.
-        Extra memory: one block of 65,536 rows. Models that neither name points to are removed.
+        Called by all ranks, which share the folder. Each writes its rows and flushes them; when all
+        have said so, the first names the whole. Collectives: four small ones. Nothing is copied.
 
-        Args:
-            step: optimizer steps done.
-            model: the dense network, equal on all ranks.
-            embeddings: the tables.
-            dense_optimizer: its state is kept too.
-            is_best: whether it is the best so far.
-            beat: called for every block.
+        Raises:
+            OSError: on all ranks alike, naming the first file that couldn't be written; earlier
+                checkpoints stay.
         """
-        comm = embeddings.comm
-        is_first = comm.rank == 0
-        folder = self._root / f"step-{step:06d}"
-        partial = self._root / f".partial-step-{step:06d}"
+        step = contents.progress.step
+        folder = self.root / f"step-{step:06d}"
+        partial = self.root / f".partial-step-{step:06d}"
         # The first rank looks: the others might see the folder that it is about to make.
-        if comm.all_gather_object(not folder.exists())[0]:
-            if is_first:
-                shutil.rmtree(partial, ignore_errors=True)
-                (partial / "tables").mkdir(parents=True)
-                _save_npz(partial / "dense.npz", _named_arrays(model.state_dict()))
-                _save_npz(partial / "dense_state.npz", _optimizer_arrays(model, dense_optimizer))
-                _make_table_files(partial / "tables", embeddings)
-            comm.barrier()
-            for table in embeddings.tables:
-                _write_rows(partial / "tables", embeddings, table.name, table.rows, beat)
-            comm.barrier()
-            digests = _digests(partial, comm, beat)
-            if is_first:
-                self._complete(partial, folder, step, embeddings, digests)
-        if is_first:
-            self._name(folder, is_best=is_best)
-        comm.barrier()
-
-    def _complete(
-        self,
-        partial: Path,
-        folder: Path,
-        step: int,
-        embeddings: ShardedEmbeddings,
-        digests: dict[str, str],
-    ) -> None:
-        info = {
-            "format_version": FORMAT_VERSION,
-            "step": step,
-            "tables": {t.name: {"rows": t.rows, "dim": t.dim} for t in embeddings.tables},
-            "files": digests,
-        }
-        write_whole(partial / _INFO, json.dumps(info, indent=1).encode())
-        os.replace(partial, folder)
-
-    def _name(self, folder: Path, *, is_best: bool) -> None:
-        write_whole(self._root / "latest", folder.name.encode())
-        if is_best:
-            write_whole(self._root / "best", folder.name.encode())
-        self._remove_others()
+        if _first_does(comm, lambda: self._prepare(folder, partial)):
+            files: dict[str, Any] = {}
+            failure: OSError | None = None
+            try:
+                files |= write_rows(partial, comm.rank, contents.parts, beat)
+                if comm.rank == 0:
+                    files |= _write_common(partial, contents)
+            except OSError as error:
+                failure = error
+            of_ranks = comm.all_gather_object((files, failure))
+            failed = [error for _, error in of_ranks if error is not None]
+            if failed:
+                if comm.rank == 0:
+                    shutil.rmtree(partial, ignore_errors=True)
+                raise failed[0]
+            files = {name: entry for part, _ in of_ranks for name, entry in part.items()}
+            _first_does(comm, lambda: _complete(partial, folder, contents, files))
+        _first_does(comm, lambda: self._name(folder, is_best=is_best))
 
     def find(self, which: str) -> CheckpointInfo:
         """`best` or `latest`; `best` falls back to `latest` where no evaluation had an AUC.
 
-        Raises:
-            UserError: where the run kept no model, or its description is damaged or missing.
-        """
-        for name in dict.fromkeys((which, "latest")):
-            pointer = self._root / name
-            if pointer.is_file():
-                folder = self._root / pointer.read_text()
-                values = _read_info(folder / _INFO)
-                if values["format_version"] != FORMAT_VERSION:
-                    raise UserError(f"{folder} is of format {values['format_version']}, not 1")
-                return CheckpointInfo(folder, name, values["step"], values)
-        raise UserError(f"{self._root} holds no model: the run ended before it kept one")
+        A checkpoint of which files are missing or cut is named in a warning, and the newest one
+        before it is taken.
 
-    def _remove_others(self) -> None:
-        kept = {
-            (self._root / n).read_text() for n in ("latest", "best") if (self._root / n).exists()
-        }
+        Raises:
+            UserError: where there is no whole one.
+        """
+        for info in self._candidates(which):
+            return info
+        if damaged := self._folders():
+            raise UserError(
+                f"{self.root} holds no whole checkpoint: {names_of([f.name for f in damaged])} "
+                "can't be used"
+            )
+        raise UserError(f"{self.root} holds no model: the run ended before it kept one")
+
+    def candidates(self, which: str) -> list[CheckpointInfo]:
+        """What `find` can choose from, the first choice first; digests aren't compared here."""
+        return list(self._candidates(which))
+
+    def _candidates(self, which: str) -> Iterator[CheckpointInfo]:
+        """Opens none that isn't asked for: a damaged one is no news where a better one is whole."""
+        named = {name: self._named(name) for name in dict.fromkeys((which, "latest"))}
+        places = [(folder, name) for name, folder in named.items() if folder is not None]
+        places += [(folder, "latest") for folder in reversed(self._folders())]
+        tried: set[Path] = set()
+        for folder, name in places:
+            if folder not in tried:
+                tried.add(folder)
+                info = self._try_open(folder, name)
+                if info is not None:
+                    yield info
+
+    def _folders(self) -> list[Path]:
+        """The checkpoints' folders, whole or not, by step; not what else somebody put there."""
+        return sorted((f for f in self.root.glob("step-*") if _step_of(f) >= 0), key=_step_of)
+
+    def _named(self, name: str) -> Path | None:
+        pointer = self.root / name
+        if not pointer.is_file():
+            return None
+        return self.root / pointer.read_bytes().decode(errors="replace")
+
+    def _try_open(self, folder: Path, which: str) -> CheckpointInfo | None:
+        try:
+            return open_checkpoint(folder, which)
+        except DamagedError as error:
+            warnings.warn(f"{error}; another checkpoint is looked for", stacklevel=4)
+            return None
+
+    def _prepare(self, folder: Path, partial: Path) -> bool:
+        """Makes room; False where the step is there already, and whole."""
+        if folder.exists():
+            try:
+                open_checkpoint(folder)
+                return False
+            except DamagedError:
+                shutil.rmtree(folder)
+        self.root.mkdir(parents=True, exist_ok=True)
         # `.partial-…`: what a killed run was writing.
-        for folder in [*self._root.glob("step-*"), *self._root.glob(".partial-*")]:
-            if folder.name not in kept:
+        for left in self.root.glob(".partial-*"):
+            shutil.rmtree(left)
+        for name in self.root.glob("*.partial"):
+            name.unlink()
+        partial.mkdir()
+        return True
+
+    def _name(self, folder: Path, *, is_best: bool) -> None:
+        for name in _NAMES if is_best else _NAMES[:1]:
+            with naming(self.root / name):
+                write_whole(self.root / name, folder.name.encode())
+        flush_folder(self.root)
+        named = {self._named(name) for name in _NAMES}
+        for old in self._folders()[: -self._keep]:
+            if old not in named:
+                # Not whole from here on, whenever the removal is cut short.
+                (old / _INFO).unlink(missing_ok=True)
+                shutil.rmtree(old)
+
+    def drop_after(self, info: CheckpointInfo) -> None:
+        """Makes one the latest: those of later steps are removed, since the run goes on from it."""
+        write_whole(self.root / "latest", info.folder.name.encode())
+        best = self._named("best")
+        if best is not None and _step_of(best) > info.step:
+            (self.root / "best").unlink()
+            self._name_best_of(info.progress)
+        for folder in self._folders():
+            if _step_of(folder) > info.step:
+                (folder / _INFO).unlink(missing_ok=True)
                 shutil.rmtree(folder)
 
+    def _name_best_of(self, progress: Progress) -> None:
+        """Makes the best so far `best` again, where it is still there."""
+        for entry in progress.history:  # Of equal ones the first was the best.
+            if entry["auc"] is not None and entry["auc"] == progress.best_value:
+                folder = self.root / f"step-{entry['step']:06d}"
+                if folder.exists():
+                    write_whole(self.root / "best", folder.name.encode())
+                return
 
-def load_model(
-    info: CheckpointInfo,
-    model: nn.Module,
-    embeddings: ShardedEmbeddings,
-    beat: Callable[[], None] = lambda: None,
-) -> None:
-    """Loads dense weights, and those rows that this rank holds; optimizer state is not read.
 
-    Called by all ranks; each takes the digests of its share of the files, before any is loaded.
+def open_checkpoint(folder: Path, which: str = "latest") -> CheckpointInfo:
+    """Opens a checkpoint's folder; sizes of its files are compared, digests when they are read.
 
     Raises:
-        UserError: on all ranks alike, where tables or shapes differ, or a file is damaged.
+        DamagedError: where it isn't whole.
+        UserError: for a format of another version.
     """
-    _check_tables(info, embeddings)
-    names = ["dense.npz", *(f"tables/{_weight_file(t.name)}" for t in embeddings.tables)]
-    _check_digests(info, names, embeddings.comm, beat)
-    with np.load(info.folder / "dense.npz", allow_pickle=False) as arrays:
-        state = {name: torch.from_numpy(arrays[name]) for name in arrays.files}
-    model.load_state_dict(state)
-    store = embeddings.store
-    for table in store.tables:
-        path = info.folder / "tables" / _weight_file(table.name)
-        weights = np.load(path, mmap_mode="r", allow_pickle=False)
-        for start, stop in blocks(table.rows):
-            if store.read_parts(table.name, start, stop):
-                beat()
-                block = torch.from_numpy(np.array(weights[start:stop]))
-                store.write(table.name, start, {WEIGHT: block})
+    path = folder / _INFO
+    try:
+        content = json.loads(path.read_text())
+        # Format 1 had neither this nesting nor a digest.
+        values: dict[str, Any] = content.get("checkpoint", content)
+        version = values["format_version"]
+    except (OSError, *MALFORMED) as error:
+        raise DamagedError(f"{path} is damaged or missing ({error})") from error
+    if values is not content and content.get("xxh3") != _digest(values):
+        raise DamagedError(f"{path} is damaged: its digest isn't the recorded one")
+    if version != FORMAT_VERSION:
+        raise UserError(f"{folder} is of format {version}, not {FORMAT_VERSION}")
+    for name, entry in values["files"].items():
+        check_size(folder / name, entry["bytes"])
+    return CheckpointInfo(folder, which, values["progress"]["step"], values)
 
 
-def model_digest(
-    model: nn.Module, embeddings: ShardedEmbeddings, beat: Callable[[], None] = lambda: None
-) -> str:
-    """SHA-256 of every row, its state and the dense weights, in canonical order.
+def find_checkpoint(given: str, run_path: Path, key: str) -> CheckpointInfo:
+    """The checkpoint that a key of the configuration names.
 
-    Tables by name; of each, blocks of 65,536 rows; of each block, the weights and then each state
-    by name; last, the dense weights by name. So it doesn't depend on where rows live. Called by all
-    ranks, returned on all; rows travel to the first rank block by block.
+    Args:
+        given: `latest` or `best` of the run, or a path: a checkpoint's folder, or another run's,
+            whose latest is taken.
+        run_path: the run's folder.
+        key: for the message.
+
+    Raises:
+        UserError: where there is none.
     """
-    digest = hashlib.sha256()
-    for table in sorted(embeddings.tables, key=lambda t: t.name):
-        digest.update(f"{table.name} {table.rows} {table.dim}".encode())
-        for start, stop in blocks(table.rows):
-            beat()
-            values = embeddings.read(table.name, start, stop)
-            if values is None:
-                continue
-            for name in [WEIGHT, *sorted(set(values) - {WEIGHT})]:
-                digest.update(values[name].contiguous().numpy().data)
-    for name, tensor in sorted(model.state_dict().items()):
-        digest.update(f"{name} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
-    return str(embeddings.comm.all_gather_object(digest.hexdigest())[0])
+    if given in _NAMES:
+        return Checkpoints(run_path).find(given)
+    folder = Path.cwd() / Path(given).expanduser()
+    if (folder / _INFO).is_file():
+        return open_checkpoint(folder)
+    if (folder / "checkpoints").is_dir():
+        return Checkpoints(folder).find("latest")
+    raise UserError(
+        f"{key}={given}: {folder} is neither a checkpoint (no {_INFO}) nor a run folder (no "
+        "checkpoints/)"
+    )
 
 
-def blocks(rows: int) -> Iterator[tuple[int, int]]:
-    """(first, last + 1) of blocks of `BLOCK_ROWS` rows."""
-    for start in range(0, rows, BLOCK_ROWS):
-        yield start, min(start + BLOCK_ROWS, rows)
+def _write_common(folder: Path, contents: Contents) -> dict[str, Any]:
+    """What one rank writes for all."""
+    files: dict[str, Any] = {}
+    for name, tensors in (("dense", contents.dense), ("dense_state", contents.dense_state)):
+        path = folder / f"{name}.safetensors"
+        digest = write_tensors(path, tensors)
+        files[path.name] = {"bytes": digest.num_bytes, "blocks": list(digest.blocks)}
+    for name, text in contents.files.items():
+        files |= write_described(folder / name, text.encode())
+    return files
 
 
-def _make_table_files(folder: Path, embeddings: ShardedEmbeddings) -> None:
-    """One npy file of its full size for the weights of each table and one for each state."""
-    for table in embeddings.tables:
-        widths = {WEIGHT: table.dim, **embeddings.store.state_widths(table.name)}
-        for name, width in widths.items():
-            path = folder / f"{file_name(table.name)}.{name}.npy"
-            array = np.empty((0, width), dtype=_numpy_dtype(embeddings.dtype))
-            header = np.lib.format.header_data_from_array_1_0(array)
-            header["shape"] = (table.rows, width)
-            with open(path, "wb") as opened:
-                np.lib.format.write_array_header_1_0(opened, header)
-                opened.flush()
-                # Allocated, not only sparse: a full disk is told here, by the file's name.
-                num_bytes = table.rows * width * array.itemsize
-                try:
-                    os.posix_fallocate(opened.fileno(), opened.tell(), num_bytes)
-                except OSError as error:
-                    raise OSError(error.errno, error.strerror, str(path)) from error
+def _first_does(comm: Communicator, action: Callable[[], T]) -> T:
+    """Called by all ranks: what `action` returned, or raised of the user's, on the first one."""
+    outcome: T | OSError | UserError | None = None
+    if comm.rank == 0:
+        try:
+            outcome = action()
+        except (OSError, UserError) as error:
+            outcome = error
+    outcome = comm.all_gather_object(outcome)[0]
+    if isinstance(outcome, (OSError, UserError)):
+        raise outcome
+    return cast(T, outcome)
 
 
-def _write_rows(
-    folder: Path, embeddings: ShardedEmbeddings, table: str, rows: int, beat: Callable[[], None]
-) -> None:
-    """Writes this rank's part of a table, block by block; of a replica, the first rank does."""
-    files = _RowFiles(folder, table)
+def _complete(partial: Path, folder: Path, contents: Contents, files: dict[str, Any]) -> None:
+    values = {
+        "format_version": FORMAT_VERSION,
+        "progress": asdict(contents.progress),
+        "tables": {
+            name: {
+                "rows": table.rows,
+                "dim": table.dim,
+                "dtype": str(table.dtype).removeprefix("torch."),
+                "state": table.state_widths,
+            }
+            for name, table in contents.tables.items()
+        },
+        "num_row_steps": contents.num_row_steps,
+        **contents.about,
+        "files": dict(sorted(files.items())),
+    }
+    values = json.loads(json.dumps(values))  # As it is read: tuples are lists.
+    text = json.dumps({"xxh3": _digest(values), "checkpoint": values}, indent=1)
     try:
-        for start, stop in blocks(rows):
-            beat()
-            if embeddings.is_column_split(table):
-                # Ranks on several hosts mustn't write parts of the same pages.
-                whole = embeddings.read(table, start, stop)
-                if whole is not None:
-                    files.write(start, whole)
-                continue
-            for part in embeddings.own_parts(table, start, stop):
-                files.write(part.row_start, part.values)
-    finally:
-        files.close()
+        with naming(partial / _INFO):
+            write_whole(partial / _INFO, text.encode())
+        flush_folder(partial)
+        os.replace(partial, folder)
+    except OSError:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    flush_folder(folder.parent)
 
 
-class _RowFiles:
-    """The npy files of a table, opened as they are needed, and written at any row."""
-
-    def __init__(self, folder: Path, table: str) -> None:
-        self._folder, self._table = folder, table
-        self._opened: dict[str, tuple[Any, int]] = {}
-
-    def write(self, row_start: int, values: Mapping[str, torch.Tensor]) -> None:
-        """Writes whole rows, by name, from `row_start` on."""
-        for name, tensor in values.items():
-            if name not in self._opened:
-                path = self._folder / f"{file_name(self._table)}.{name}.npy"
-                file = open(path, "r+b")  # noqa: SIM115
-                np.lib.format.read_magic(file)
-                np.lib.format.read_array_header_1_0(file)
-                self._opened[name] = file, file.tell()
-            file, begin = self._opened[name]
-            array = np.ascontiguousarray(tensor.numpy())
-            file.seek(begin + row_start * array.shape[1] * array.itemsize)
-            array.tofile(file)
-
-    def close(self) -> None:
-        """Closes what was opened."""
-        for file, _ in self._opened.values():
-            file.close()
+def _digest(values: Mapping[str, Any]) -> str:
+    return str(xxhash.xxh3_64_hexdigest(json.dumps(values, sort_keys=True).encode()))
 
 
-def _digests(folder: Path, comm: Communicator, beat: Callable[[], None]) -> dict[str, str]:
-    """SHA-256 of every file, each taken by one rank."""
-    paths = sorted(p for p in folder.rglob("*") if p.is_file())
-    own: dict[str, str] = {}
-    for path in paths[comm.rank :: comm.world_size]:
-        beat()
-        own[str(path.relative_to(folder))] = file_sha256(path)
-    of_ranks = comm.all_gather_object(own)
-    return dict(sorted((name, value) for part in of_ranks for name, value in part.items()))
+def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    return {
+        f"{name}/{key}": torch.as_tensor(value).detach()
+        for name, parameter in model.named_parameters()
+        for key, value in optimizer.state.get(parameter, {}).items()
+    }
 
 
-def _numpy_dtype(dtype: torch.dtype) -> Any:
-    return torch.empty(0, dtype=dtype).numpy().dtype
-
-
-def _weight_file(table: str) -> str:
-    return f"{file_name(table)}.{WEIGHT}.npy"
-
-
-def _save_npz(path: Path, arrays: dict[str, np.ndarray]) -> None:
-    with open(path, "wb") as opened:
-        # No `allow_pickle=False`: numpy 2.0 would store it as one more array.
-        assert not any(array.dtype.hasobject for array in arrays.values())
-        np.savez(opened, **arrays)  # type: ignore[arg-type]
-
-
-def _named_arrays(state: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
-    return {name: tensor.detach().cpu().numpy() for name, tensor in state.items()}
-
-
-def _optimizer_arrays(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, np.ndarray]:
-    arrays = {}
-    for name, parameter in model.named_parameters():
-        for key, value in optimizer.state.get(parameter, {}).items():
-            arrays[f"{name}/{key}"] = torch.as_tensor(value).detach().cpu().numpy()
-    return arrays
-
-
-def _read_info(path: Path) -> dict[str, Any]:
-    try:
-        values: dict[str, Any] = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} is damaged or missing ({error})") from error
-    return values
-
-
-def _check_tables(info: CheckpointInfo, embeddings: ShardedEmbeddings) -> None:
-    stored = info.values["tables"]
-    wanted = {t.name: {"rows": t.rows, "dim": t.dim} for t in embeddings.tables}
-    differing = [
-        f"{name}: stored {stored.get(name)}, wanted {wanted.get(name)}"
-        for name in sorted(stored.keys() | wanted.keys())
-        if stored.get(name) != wanted.get(name)
-    ]
-    if differing:
-        raise UserError(f"the tables of {info.folder} differ:\n  " + "\n  ".join(differing))
-
-
-def _check_digests(
-    info: CheckpointInfo, names: Sequence[str], comm: Communicator, beat: Callable[[], None]
-) -> None:
-    damaged = None
-    for name in names[comm.rank :: comm.world_size]:
-        beat()
-        path = info.folder / name
-        if not path.is_file() or file_sha256(path) != info.values["files"][name]:
-            damaged = damaged or path
-    for path in comm.all_gather_object(damaged):
-        if path is not None:
-            raise UserError(f"{path} is damaged or missing (its digest isn't the recorded one)")
+def _step_of(folder: Path) -> int:
+    number = folder.name.removeprefix("step-")
+    return int(number) if number.isdecimal() else -1

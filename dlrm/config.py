@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterator
+from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
@@ -75,6 +76,61 @@ class DataConfig:
 
 
 @dataclass
+class WarmStartConfig:
+    """How a new run starts from another's model (`train.warm_start.…`); see docs/formats.md."""
+
+    path: str | None = None
+    """A checkpoint, or a run's folder, whose latest is taken; null: start values."""
+    rows: str = "token"
+    """Which row a stored row becomes: `token`: that of the same original token, `index`: that of
+    the same number."""
+    data_root: str | None = None
+    """`token`: folder of the prepared dataset of the other run; null: as recorded."""
+    grow: bool = False
+    """Take tables of another number of rows too: new rows keep their start values."""
+    new_tables: list[str] = field(default_factory=list)
+    """Tables that the checkpoint lacks."""
+    dropped_tables: list[str] = field(default_factory=list)
+    """Tables of the checkpoint that the data lack. One of both lists starts anew."""
+    state: bool = True
+    """Whether the rows' optimizer state comes along."""
+    dense: str = "all"
+    """Dense weights: `all`, or only those of a `matching` name and shape, or `none`."""
+
+    def __post_init__(self) -> None:
+        for name, allowed in (
+            ("rows", ("token", "index")),
+            ("dense", ("all", "matching", "none")),
+        ):
+            if getattr(self, name) not in allowed:
+                raise UserError(
+                    f"train.warm_start.{name}={getattr(self, name)}: must be one of "
+                    + ", ".join(allowed)
+                )
+        for name in ("new_tables", "dropped_tables"):
+            given = getattr(self, name)
+            if len(set(given)) < len(given):
+                raise UserError(f"train.warm_start.{name}={given}: name each table once")
+        if self.path in ("latest", "best"):
+            raise UserError(
+                f"train.warm_start.path={self.path}: name the folder of a checkpoint or of a run "
+                "(train.resume goes on with this run's own)"
+            )
+        for name, default in _defaults(WarmStartConfig).items():
+            if getattr(self, name) == default:
+                continue
+            if self.path is None:
+                reason = "train.warm_start.path is null"
+            elif name == "data_root" and self.rows == "index":
+                reason = "train.warm_start.rows=index needs no dataset"
+            else:
+                continue
+            warnings.warn(
+                f"train.warm_start.{name}={getattr(self, name)} is ignored: {reason}", stacklevel=3
+            )
+
+
+@dataclass
 class TrainConfig:
     """The loop."""
 
@@ -105,8 +161,15 @@ class TrainConfig:
     profile_start: int | None = None
     """Number of the first of them, from 2 on, as the one before warms the profiler up; null: step
     10, or earlier, so that they lie in the middle of a short run."""
+    checkpoint_async: bool = False
+    """Write checkpoints while training goes on, from a copy in memory of rows and state."""
+    checkpoint_keep: int = 2
+    """The newest checkpoints that are kept, besides the best."""
     resume: str | None = None
-    """Not built yet."""
+    """Go on from a checkpoint: `latest` or `best` of hydra.run.dir, or the path of one, or of a
+    run's folder, whose latest is taken; null: start anew."""
+    warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
+    """Start a new run from another run's model, whose tables may differ."""
     overwrite: bool = False
     """Use a run folder that isn't empty; its files are replaced."""
 
@@ -121,6 +184,7 @@ class TrainConfig:
             "eval_every",
             "evals_per_epoch",
             "checkpoint_every",
+            "checkpoint_keep",
             "log_every",
             "accumulate",
             "profile_steps",
@@ -129,10 +193,16 @@ class TrainConfig:
             if value is not None and value < 1:
                 raise UserError(f"train.{name}={value}: must be at least 1")
         self._check_profile()
-        if self.resume is not None:
+        if self.resume is not None and self.overwrite:
             raise UserError(
-                f"train.resume={self.resume}: resuming isn't built yet; `dlrm evaluate` and "
-                "`dlrm predict` read a run's models"
+                f"train.resume={self.resume} goes on with a run, train.overwrite=true removes it: "
+                "set one of them"
+            )
+        if self.resume is not None and self.warm_start.path is not None:
+            raise UserError(
+                f"train.resume={self.resume} goes on with a run, train.warm_start.path="
+                f"{self.warm_start.path} starts a new one: set one of them (a run that began with "
+                "a warm start is resumed without it)"
             )
 
     def _check_profile(self) -> None:
@@ -263,8 +333,8 @@ class BenchConfig:
     """`train`, `exchange`: steps that are measured, in every turn."""
     warmup_steps: int = 10
     """Steps before them that aren't."""
-    repeats: int = 3
-    """Turns."""
+    repeats: int | None = None
+    """Turns; null: 3, of `checkpoint` 5."""
     bag_size: int = 1
     """`train`, `exchange`: ids per bag; above 1, bags are joined from one-hot data."""
     eval_samples: int = 65_536
@@ -277,6 +347,10 @@ class BenchConfig:
     """`prepare`: raw rows that this system and the reader get."""
     peer_rows: int | None = None
     """`prepare`: how many of them TorchRec gets, which takes long; null: 200,000, or all."""
+    table_mib: int = 1024
+    """`checkpoint`: MiB of all rows and their optimizer state; tables as Criteo Kaggle's."""
+    storm_kills: int = 20
+    """`checkpoint`: how often a tiny run is killed and resumed; 0: never."""
     roofline: bool = True
     """`train`: measure this machine's limits too, and each phase's distance to them."""
     network: str = "loopback"
@@ -284,12 +358,21 @@ class BenchConfig:
     `100mbit`, in network namespaces, which only root can make."""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "repeats", "bag_size", "eval_samples", "rows", "peer_rows"):
+        for name in (
+            "steps",
+            "repeats",
+            "bag_size",
+            "eval_samples",
+            "rows",
+            "peer_rows",
+            "table_mib",
+        ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"bench.{name}={value}: must be at least 1")
-        if self.warmup_steps < 0:
-            raise UserError(f"bench.warmup_steps={self.warmup_steps}: must be at least 0")
+        for name in ("warmup_steps", "storm_kills"):
+            if getattr(self, name) < 0:
+                raise UserError(f"bench.{name}={getattr(self, name)}: must be at least 0")
         for name in ("logloss_tolerance", "pooled_tolerance"):
             if not 0 < getattr(self, name) < math.inf:
                 raise UserError(f"bench.{name}={getattr(self, name)}: must be above 0")
@@ -308,7 +391,7 @@ class BenchConfig:
         rate_bits_per_s(self.network)
 
 
-BENCH_KINDS = ("train", "exchange", "prepare", "loader")
+BENCH_KINDS = ("train", "exchange", "prepare", "loader", "checkpoint")
 
 
 @dataclass
@@ -317,9 +400,14 @@ class BenchRun(TrainRun):
 
     kind: str = "train"
     """What is measured: training steps (`train`), the tables alone (`exchange`), the way from raw
-    rows to a prepared dataset (`prepare`) or from that to batches (`loader`). `dlrm bench train` is
-    the same as `dlrm bench kind=train`."""
+    rows to a prepared dataset (`prepare`) or from that to batches (`loader`), saving and loading
+    (`checkpoint`). `dlrm bench train` is the same as `dlrm bench kind=train`."""
     bench: BenchConfig = field(default_factory=BenchConfig)
+
+    @property
+    def num_turns(self) -> int:
+        """`bench.repeats`, or the kind's default."""
+        return self.bench.repeats or (5 if self.kind == "checkpoint" else 3)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -359,7 +447,7 @@ class ScoreRun:
     run: str | None = None
     """Folder of the training run."""
     checkpoint: str = "best"
-    """Which of the run's models: `best` or `latest`."""
+    """Which of the run's models: `best`, `latest`, or the path of a checkpoint."""
     part: str = "test"
     """Part of the prepared dataset: `train`, `valid` or `test`; no meaning with `data.raw`."""
     out: str | None = None
@@ -372,12 +460,91 @@ class ScoreRun:
     def __post_init__(self) -> None:
         if self.run is None:
             raise UserError("run= is missing: name the folder of a training run, run=outputs/…")
-        if self.checkpoint not in ("best", "latest"):
-            raise UserError(f"checkpoint={self.checkpoint}: must be best or latest")
         if self.part not in ("train", "valid", "test"):
             raise UserError(f"part={self.part}: must be train, valid or test")
         if self.part != "test" and self.data.raw is not None:
             raise UserError(f"part={self.part} has no meaning with data.raw; leave one out")
+
+
+@dataclass
+class ExportDataConfig:
+    """The dataset of the run whose model is exported."""
+
+    root: str | None = None
+    """Folder of the prepared dataset that the model was trained on; null: as recorded."""
+    batch_size: int = 8192
+    """Samples per batch where predictions are compared."""
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise UserError(f"data.batch_size={self.batch_size}: must be at least 1")
+
+
+@dataclass
+class ExportConfig:
+    """What `dlrm export` writes (`export.…`)."""
+
+    what: str = "tables"
+    """`tables`: rows with their tokens. `model`: the whole model through torch.export.
+    `quantized`: tables of int8 values with a scale and a bias per row, through fbgemm."""
+    tables: list[str] | None = None
+    """`tables`, `quantized`: the tables to write; null: all."""
+    format: str | None = None
+    """`tables`: `parquet` (null) or `npy`; `quantized` has `npy` alone, `model` none."""
+    out: str | None = None
+    """Folder to write to, new or empty; null: the output folder."""
+    samples: int = 16_384
+    """`model`: so many rows of `part`, the first, are scored both ways and compared."""
+
+    def __post_init__(self) -> None:
+        formats = {"tables": ("parquet", "npy"), "model": (), "quantized": ("npy",)}
+        if self.what not in formats:
+            raise UserError(f"export.what={self.what}: must be one of {', '.join(formats)}")
+        if self.format is not None and self.format not in formats[self.what]:
+            known = " or ".join(formats[self.what]) or "left out"
+            raise UserError(
+                f"export.format={self.format}: with export.what={self.what} it must be {known}"
+            )
+        if self.tables is not None:
+            if self.what == "model":
+                raise UserError(
+                    f"export.tables={self.tables}: export.what=model writes the whole model; "
+                    "leave one of them out"
+                )
+            if not self.tables or len(set(self.tables)) < len(self.tables):
+                raise UserError(f"export.tables={self.tables}: name at least one, and each once")
+        if self.samples < 1:
+            raise UserError(f"export.samples={self.samples}: must be at least 1")
+
+
+@dataclass
+class ExportRun:
+    """`dlrm export`."""
+
+    run: str | None = None
+    """Folder of the training run."""
+    checkpoint: str = "best"
+    """Which of its models: `best`, `latest`, or the path of a checkpoint."""
+    part: str = "test"
+    """`model`, `quantized`: part of the prepared dataset on which predictions are compared:
+    `train`, `valid` or `test`."""
+    data: ExportDataConfig = field(default_factory=ExportDataConfig)
+    export: ExportConfig = field(default_factory=ExportConfig)
+
+    def __post_init__(self) -> None:
+        if self.run is None:
+            raise UserError("run= is missing: name the folder of a training run, run=outputs/…")
+        if self.part not in ("train", "valid", "test"):
+            raise UserError(f"part={self.part}: must be train, valid or test")
+        what = self.export.what
+        given = [
+            ("part", self.part, "test", ("model", "quantized")),
+            ("data.batch_size", self.data.batch_size, 8192, ("model", "quantized")),
+            ("export.samples", self.export.samples, ExportConfig.samples, ("model",)),
+        ]
+        for key, value, default, used_by in given:
+            if value != default and what not in used_by:
+                warnings.warn(f"{key}={value} is ignored: export.what={what}", stacklevel=3)
 
 
 RUN_CONFIGS: dict[str, type] = {
@@ -385,6 +552,7 @@ RUN_CONFIGS: dict[str, type] = {
     "train": TrainRun,
     "evaluate": ScoreRun,
     "predict": ScoreRun,
+    "export": ExportRun,
     "check": CheckRun,
     "bench": BenchRun,
 }
@@ -420,6 +588,14 @@ def _unread_keys(config: Any, prefix: str) -> Iterator[str]:
     elif isinstance(config, dict):
         for name, value in config.items():
             yield from _unread_keys(value, f"{prefix}{name}.")
+
+
+def _defaults(config: type) -> dict[str, Any]:
+    """The value that each field has when it isn't given."""
+    return {
+        f.name: f.default if f.default_factory is NO_DEFAULT else f.default_factory()
+        for f in fields(config)
+    }
 
 
 def _check_file_names(key: str, value: Any) -> None:

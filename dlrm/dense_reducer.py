@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from embeddings.communicator import Communicator, Pending
 
 BUCKET_BYTES = 1 << 20
+_NUM_EXTRA = 2
+"""Values of the last bucket besides gradients: the loss, and whether a rank is to stop."""
 
 
 class DenseReducer:
@@ -17,14 +19,16 @@ class DenseReducer:
 
     Every rank holds the whole dense network and computes its samples' share of the global mean, so
     gradients are *summed*. They are copied into flat buckets of about 1 MiB in the order in which
-    backward makes them, the last layer's first; the loss is one more value of the last bucket.
+    backward makes them, the last layer's first; the loss is one more value of the last bucket, and
+    so is whether a rank was told to stop: all ranks then know of it after the same step.
 
     Collectives: one all-reduce per bucket and step, `2 (W-1)/W` of its bytes per rank. With
     `overlap` a bucket is issued within backward, as soon as it and all buckets before it are
     filled; without, after backward. The sums are the same to the bit, and so is the order among
     the buckets on every rank.
 
-    A step: `begin(loss)`, then `loss.backward()` of the last micro-batch, then `finish()`.
+    A step: `begin(loss, is_stopping)`, then `loss.backward()` of the last micro-batch, then
+    `finish()`.
 
     Args:
         parameters: those of the dense network, in the order of the forward pass.
@@ -37,6 +41,7 @@ class DenseReducer:
     ) -> None:
         self._comm, self._overlap = comm, overlap
         self._loss = torch.zeros((), dtype=torch.float64)
+        self.is_stopping = False
         self._is_filling = False
         self._buckets: list[_Bucket] = []
         if comm.world_size == 1:
@@ -60,19 +65,22 @@ class DenseReducer:
         """Collectives of a step."""
         return len(self._buckets)
 
-    def begin(self, loss: float) -> None:
+    def begin(self, loss: float, is_stopping: bool = False) -> None:
         """The next backward is the step's last: its gradients are complete when they are made.
 
         Args:
             loss: this rank's share of the step's loss.
+            is_stopping: this rank was told to stop; after `finish`, the attribute says so on all.
         """
         self._loss.fill_(loss)
+        self.is_stopping = is_stopping
         self._is_filling = True
         self._num_issued = 0
         for bucket in self._buckets:
             bucket.begin()
         if self._buckets:
-            self._buckets[-1].flat[-1] = self._loss
+            self._buckets[-1].flat[-2] = self._loss
+            self._buckets[-1].flat[-1] = float(is_stopping)
 
     def finish(self) -> float:
         """Waits for the sums, puts them into the parameters' `grad`; returns the summed loss."""
@@ -85,7 +93,8 @@ class DenseReducer:
         self._issue()
         for bucket in self._buckets:
             bucket.finish()
-        return float(self._buckets[-1].flat[-1])
+        self.is_stopping = bool(self._buckets[-1].flat[-1] > 0)
+        return float(self._buckets[-1].flat[-2])
 
     def _fill(self, index: int, parameter: nn.Parameter) -> None:
         if not self._is_filling:
@@ -106,7 +115,7 @@ class _Bucket:
 
     def __init__(self, parameters: Sequence[nn.Parameter], *, is_last: bool) -> None:
         self.parameters = list(parameters)
-        size = sum(p.numel() for p in parameters) + (1 if is_last else 0)
+        size = sum(p.numel() for p in parameters) + (_NUM_EXTRA if is_last else 0)
         self.flat = torch.zeros(size, dtype=parameters[0].dtype, device=parameters[0].device)
         self._views: dict[nn.Parameter, Tensor] = {}
         position = 0

@@ -193,6 +193,12 @@ class TrainDisplay(_Display):
         self._redraw(now=True)
 
     @_never_raises
+    def resume(self, step: int, total_steps: int) -> None:
+        """Tells that the run goes on after `step` steps; called before it is shown."""
+        self._step, self._total_steps = step, total_steps
+        self._progress.update(self._task_id, completed=step, total=total_steps)
+
+    @_never_raises
     def advance(self, step: int) -> None:
         """Tells that `step` steps are done since the start of training."""
         self._step = step

@@ -24,6 +24,7 @@ from data.errors import UserError
 from dlrm.blame import Verdict, WorkersFailed, describe
 from dlrm.heap import keep_heap
 from dlrm.heartbeat import Heartbeat, NoHeartbeat, heartbeat_file
+from dlrm.stop import announce, stop_on_signal
 from dlrm.watchdog import GRACE_S, Watchdog, watch_self
 from dlrm.worker import (
     RankNetwork,
@@ -33,12 +34,14 @@ from dlrm.worker import (
     is_secondary,
     run_as_rank,
     stack_file,
+    stop_file,
 )
 
 if TYPE_CHECKING:
     from dlrm.config import LaunchConfig
 
 _MONITOR_S = 0.1
+_UNUSED = (signal.SIGQUIT,)
 # torchrun ends all ranks when the first ends: the one to blame is to have told why by then.
 _LET_SPEAK_S = 2.0
 # What the environment of workers holds unless the user has set it. OpenMP's barriers spin and
@@ -59,6 +62,7 @@ def launch(
     run_dir: Path,
     *,
     networks: tuple[RankNetwork, ...] | None = None,
+    stops_in_order: bool = False,
 ) -> Any:
     """Runs `entry(context, *args)` in `config.nproc` fresh processes.
 
@@ -70,6 +74,8 @@ def launch(
             (`failures.txt`); not made.
         networks: where each worker, by its rank, meets the others; None: over loopback, or the
             interface that GLOO_SOCKET_IFNAME names.
+        stops_in_order: the entry looks at `WorkerContext.stop_file` and ends by itself after a
+            first signal; a second one ends the workers as without this.
 
     Returns:
         What rank 0 returned.
@@ -89,8 +95,11 @@ def launch(
         num_threads = threads_per_worker(config)
         task = Task(entry, args, config.device, num_threads, config.timeout_s, networks)
         (folder / "task").write_bytes(pickle.dumps(task))
-        with Watchdog(folder, config.nproc, config.timeout_s) as watchdog:
-            exit_statuses = _run_elastic(folder, config.nproc, num_threads)
+        signals = _first_signal_told(folder) if stops_in_order else contextlib.nullcontext()
+        with Watchdog(folder, config.nproc, config.timeout_s) as watchdog, signals:
+            exit_statuses = _run_elastic(
+                folder, config.nproc, num_threads, handles_signals=not stops_in_order
+            )
         verdict = watchdog.verdict(exit_statuses)
         if verdict is None:
             return pickle.loads((folder / "value").read_bytes())
@@ -109,6 +118,7 @@ def start(
     *,
     fresh_processes: bool = False,
     here_only: tuple[Any, ...] = (),
+    stops_in_order: bool = False,
 ) -> Any:
     """Runs `entry(context, *args)` in as many processes as `launch.nproc` says: one is this one.
 
@@ -120,12 +130,13 @@ def start(
         fresh_processes: start a worker even for one process.
         here_only: further arguments for this process, which workers do without (a printer, which
             can't be pickled).
+        stops_in_order: see `launch`; in this process the entry sees to its signals itself.
 
     Returns:
         What rank 0 returned.
     """
     if config.nproc > 1 or fresh_processes:
-        return launch(entry, args, config, run_dir)
+        return launch(entry, args, config, run_dir, stops_in_order=stops_in_order)
     keep_heap()
     if config.num_threads is not None:
         import torch
@@ -161,7 +172,7 @@ def join(entry: Callable[..., Any], args: tuple[Any, ...], config: LaunchConfig)
         What the entry returned.
 
     Raises:
-        UserError: for a `launch.nproc` that torchrun contradicts, or a restarted group.
+        UserError: for a `launch.nproc` that torchrun contradicts.
     """
     rank, world_size, local_rank, local_world_size = (
         int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -170,11 +181,6 @@ def join(entry: Callable[..., Any], args: tuple[Any, ...], config: LaunchConfig)
         raise UserError(
             f"launch.nproc={config.nproc}: torchrun has started {local_world_size} processes on "
             "this host; leave launch.nproc out"
-        )
-    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0:
-        raise UserError(
-            "torchrun has restarted the workers, and resuming isn't built yet; start again with "
-            "--max-restarts=0 and train.overwrite=true"
         )
     brief_warnings(shown=rank == 0)
     # Threads are torchrun's affair, which sets OMP_NUM_THREADS: null leaves them.
@@ -195,7 +201,25 @@ def join(entry: Callable[..., Any], args: tuple[Any, ...], config: LaunchConfig)
 # ------------------------------------------------------------------------------- the launcher
 
 
-def _run_elastic(folder: Path, nproc: int, num_threads: int | None) -> dict[int, int]:
+@contextlib.contextmanager
+def _first_signal_told(folder: Path) -> Iterator[None]:
+    """Has the workers end in order on a first signal; a second one goes to the elastic launcher."""
+    from torch.distributed.elastic.multiprocessing import SignalException
+
+    def first(number: int) -> None:
+        stop_file(folder).write_text(str(number))
+        announce(number)
+
+    def second(number: int) -> None:
+        raise SignalException("a second signal", signal.Signals(number))
+
+    with stop_on_signal(first, second):
+        yield
+
+
+def _run_elastic(
+    folder: Path, nproc: int, num_threads: int | None, *, handles_signals: bool
+) -> dict[int, int]:
     """Runs the workers to their end; returns exit statuses as `blame.Evidence` has them."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -226,7 +250,8 @@ def _run_elastic(folder: Path, nproc: int, num_threads: int | None) -> dict[int,
         max_restarts=0,
         monitor_interval=_MONITOR_S,
         logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
-        signals_to_handle=",".join(number.name for number in handled),
+        # It wants one at least; SIGQUIT is nobody's here.
+        signals_to_handle=",".join(n.name for n in (handled if handles_signals else _UNUSED)),
         shutdown_timeout=int(GRACE_S),
     )
     try:

@@ -83,6 +83,7 @@ class StepProfiler:
         comm: the ranks.
         run_dir: the run folder.
         beat: told what goes on between steps (the heartbeat).
+        steps_done: of a run that was resumed.
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class StepProfiler:
         comm: Communicator,
         run_dir: Path,
         beat: Callable[[int, str], None],
+        steps_done: int = 0,
     ) -> None:
         self._steps, self._recorder, self._comm, self._beat = steps, recorder, comm, beat
         self._folder = run_dir / PROFILE_FOLDER
@@ -102,7 +104,7 @@ class StepProfiler:
         self._undo: Callable[[], None] = lambda: None
         recorder.slowed_steps = range(steps.start - 1, steps.stop + 1)
         recorder.on_step = self._after_step
-        self._after_step(0)
+        self._after_step(steps_done)
 
     def figures(self) -> dict[str, Any] | None:
         """The `profile` part of result.json, of this rank; None before the steps are done."""

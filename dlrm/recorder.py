@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from tensorboardX import SummaryWriter
@@ -67,6 +67,19 @@ class Recorder:
         self._losses: list[float] = []
         self._last_step: dict[str, Any] = {}
         self._phases_so_far_s = dict(self.timer.total_s)
+
+    def resume(
+        self,
+        step: int,
+        samples: int,
+        loss_last: float | None,
+        history: Iterable[Mapping[str, Any]],
+    ) -> None:
+        """Goes on after a run's first steps; lines that are to come again are removed."""
+        self._num_steps, self.samples, self.loss_last = step, samples, loss_last
+        self.history = [dict(entry) for entry in history]
+        if self._writes:
+            self._folder.drop_metrics_after(step, {entry["step"] for entry in self.history})
 
     def step(self, step: int, epoch: int, num_samples: int, loss: float, seconds: float,
              lrs: tuple[float, float]) -> None:  # fmt: skip

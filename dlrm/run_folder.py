@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +32,20 @@ class RunFolder:
         path: the folder; made where it is missing.
         overwrite: use it although it holds files; those of an earlier run are removed. A run that
             failed before it kept a model may always be overwritten.
+        resume: the run in it goes on: its checkpoints and metrics stay.
 
     Raises:
         UserError: for a folder that holds files.
     """
 
-    def __init__(self, path: Path, *, overwrite: bool = False) -> None:
+    def __init__(self, path: Path, *, overwrite: bool = False, resume: bool = False) -> None:
         self.path = path
-        self._claim(overwrite=overwrite)
+        if resume:
+            for name in _FILES:
+                if name != "metrics.jsonl":
+                    (path / name).unlink(missing_ok=True)
+        else:
+            self._claim(overwrite=overwrite)
 
     @classmethod
     def of_this_run(cls, path: Path) -> RunFolder:
@@ -79,6 +86,25 @@ class RunFolder:
         """Adds a line to metrics.jsonl."""
         with open(self.path / "metrics.jsonl", "a") as opened:
             opened.write(json.dumps(line) + "\n")
+
+    def drop_metrics_after(self, step: int, evaluated: Collection[int]) -> None:
+        """Removes the lines of metrics.jsonl that a run which goes on after `step` steps writes
+        again: those of later steps, of the final test, of evaluations after other steps than
+        `evaluated`, and one that was cut short."""
+        path = self.path / "metrics.jsonl"
+        if not path.exists():
+            return
+        kept = []
+        for line in path.read_text().splitlines(keepends=True):
+            with contextlib.suppress(ValueError):
+                values = json.loads(line)
+                evaluation = values.get("eval")
+                if values["step"] <= step and (
+                    evaluation is None
+                    or ("model" not in evaluation and values["step"] in evaluated)
+                ):
+                    kept.append(line)
+        write_whole(path, "".join(kept).encode())
 
 
 def _failed_before_a_model(path: Path) -> bool:

@@ -11,6 +11,7 @@ import torch
 
 from dlrm.config import TrainRun
 from dlrm.run_folder import NOT_FINISHED, RunFolder
+from dlrm.stop import RunStopped
 
 
 class RunRecord:
@@ -25,6 +26,8 @@ class RunRecord:
         config_yaml: the same as text.
         run_dir: the output folder.
         world_size: number of ranks.
+        resume: the run in the folder goes on.
+        overwrite: use the folder although it holds files; None: as `train.overwrite` says.
         more: further fields that are known at the start.
 
     Raises:
@@ -32,9 +35,19 @@ class RunRecord:
     """
 
     def __init__(
-        self, config: TrainRun, config_yaml: str, run_dir: Path, world_size: int, **more: Any
+        self,
+        config: TrainRun,
+        config_yaml: str,
+        run_dir: Path,
+        world_size: int,
+        *,
+        resume: bool = False,
+        overwrite: bool | None = None,
+        **more: Any,
     ) -> None:
-        self.folder = RunFolder(run_dir, overwrite=config.train.overwrite)
+        if overwrite is None:
+            overwrite = config.train.overwrite
+        self.folder = RunFolder(run_dir, overwrite=overwrite, resume=resume)
         self.folder.write_text("config.yaml", config_yaml)
         self.result: dict[str, Any] = {
             "status": NOT_FINISHED,
@@ -56,7 +69,9 @@ class RunRecord:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.result["status"] = "completed"
         if error is not None:
-            self.result["status"] = f"failed: {type(error).__name__}: {error}"
+            # Not a fault, but not completed either.
+            kind = "" if isinstance(error, RunStopped) else f"{type(error).__name__}: "
+            self.result["status"] = f"failed: {kind}{error}"
         self.write()
 
 

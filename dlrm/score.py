@@ -23,7 +23,8 @@ from data.raw_batches import load_row_mapper, raw_batches
 from data.raw_files import expand_inputs, has_labels
 from data.write_pass import PartTally
 from dlrm.build import build_embeddings, build_model, communicator
-from dlrm.checkpoint import CheckpointInfo, Checkpoints, load_model
+from dlrm.checkpoint import CheckpointInfo, find_checkpoint
+from dlrm.checkpoint_load import load_model
 from dlrm.config import ScoreRun, TrainRun, to_config
 from dlrm.launch import WorkerContext, start
 from dlrm.model import DLRM
@@ -71,11 +72,11 @@ def make_task(config: ScoreRun, run_dir: Path, say: Callable[[str], None]) -> Sc
     path = run_path / "config.yaml"
     if not path.is_file():
         raise UserError(f"run={config.run}: no run folder (no config.yaml in {run_path})")
-    stored = _stored_config(path)
-    info = Checkpoints(run_path).find(config.checkpoint)
-    if info.which != config.checkpoint:
+    stored = stored_config(path)
+    info = find_checkpoint(config.checkpoint, run_path, "checkpoint")
+    if config.checkpoint == "best" and info.which != "best":
         say(NO_BEST)
-    root = _dataset_root(config, run_path)
+    root = dataset_root_of(config, run_path)
     # Values travel as they did in training: rounding them otherwise would be another model.
     sharding = replace(config.sharding, wire=stored.sharding.wire)
     placed = replace(stored, sharding=sharding, launch=config.launch)
@@ -83,7 +84,7 @@ def make_task(config: ScoreRun, run_dir: Path, say: Callable[[str], None]) -> Sc
     return ScoreTask(config, run_path, stored, info, root, layout.plan, run_dir)
 
 
-def _dataset_root(config: ScoreRun, run_path: Path) -> Path:
+def dataset_root_of(config: ScoreRun, run_path: Path) -> Path:
     path = run_path / "dataset.json"
     if not path.is_file():
         raise UserError(f"run={config.run}: the run ended before it opened its data (no {path})")
@@ -316,7 +317,7 @@ def _batches(trained: TrainedModel, *, need_labels: bool) -> Iterator[Batch]:
     )
 
 
-def _stored_config(path: Path) -> TrainRun:
+def stored_config(path: Path) -> TrainRun:
     schema = OmegaConf.structured(TrainRun)
     config: TrainRun = to_config(OmegaConf.merge(schema, OmegaConf.load(path)))  # type: ignore[arg-type]
     return config

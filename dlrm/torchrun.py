@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import socket
+from pathlib import Path
 
 from data.errors import UserError
 
@@ -12,6 +14,19 @@ _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADD
 def under_torchrun() -> bool:
     """Whether this process is a rank that `torchrun` has started."""
     return all(name in os.environ for name in _TORCHRUN)
+
+
+def launch_id() -> str:
+    """Names the launch of `torchrun` that this rank belongs to: groups of ranks that it starts
+    again have the same, any other launch another."""
+    agent = os.getppid()
+    try:
+        # Field 22, of which the second may hold spaces: when it started, in ticks since boot.
+        started = Path(f"/proc/{agent}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        started = ""
+    name = os.environ.get("TORCHELASTIC_RUN_ID", "")
+    return f"{name} {socket.gethostname()} {agent} {started}"
 
 
 def check_torchrun_arguments(arguments: list[str]) -> None:

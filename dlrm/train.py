@@ -5,18 +5,22 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from signal import SIGTERM
 from typing import Any
 
 import torch
 
 from data.lanes import NUM_LANES
 from data.parquet import PreparedDataset
-from dlrm.build import communicator
+from dlrm.build import build_model, build_tables, communicator
+from dlrm.checkpoint import CheckpointInfo, open_checkpoint
+from dlrm.checkpoint_load import check_shapes
 from dlrm.config import TrainRun
 from dlrm.datasets import open_dataset
 from dlrm.display import PrepareDisplay
@@ -26,11 +30,22 @@ from dlrm.metrics import BinaryMetrics, EvalResult
 from dlrm.optim import describe_semantics
 from dlrm.planning import make_plan
 from dlrm.profile import PROFILE_FOLDER, StepProfiler, describe_profile, profiled_steps
+from dlrm.resume import (
+    ResumePoint,
+    check_fits,
+    find_resume_point,
+    is_restarted,
+    stored_plan,
+    with_restarts,
+)
 from dlrm.run_folder import RunFolder
 from dlrm.run_record import RunRecord
 from dlrm.scoring import teacher_result
-from dlrm.torchrun import under_torchrun
+from dlrm.stop import RunStopped, StopRequest, announce, stop_on_signal
+from dlrm.tensor_file import DamagedError
+from dlrm.torchrun import launch_id, under_torchrun
 from dlrm.trainer import Trainer, eval_figures
+from dlrm.warm_start import check_warm_start, find_warm_start, warm_start
 from dlrm.worker import is_user_error
 from embeddings.communicator import Communicator, ProcessGroup, SingleProcess
 from embeddings.plan_choice import PlannedLayout
@@ -50,12 +65,17 @@ class TrainTask:
         run_dir: the run folder, claimed.
         result: result.json as far as it is known.
         layout: who owns which rows, and why.
+        resume: folders of the checkpoint to go on from, and of older ones in case it is damaged;
+            empty: start anew.
+        warm_start: folder of another run's checkpoint, whose model the run starts from.
     """
 
     config: TrainRun
     run_dir: Path
     result: dict[str, Any]
     layout: PlannedLayout
+    resume: tuple[Path, ...] = ()
+    warm_start: Path | None = None
 
 
 def run_train(
@@ -80,12 +100,18 @@ def run_train(
 
     Returns:
         What result.json holds; under torchrun on rank 0, elsewhere an empty dictionary.
+
+    Raises:
+        RunStopped: where a signal ended the run; its state is kept.
     """
     if under_torchrun():
         joined: dict[str, Any] = join(_train_joined, (config, config_yaml, run_dir), config.launch)
         return joined
-    with _recorded(config, config_yaml, run_dir, config.launch.nproc, say) as record:
-        task = _make_task(config, record, say)
+    resume = find_resume_point(config, run_dir)
+    warm = find_warm_start(config, run_dir)
+    _check_start(config, resume, warm)
+    with _recorded(config, config_yaml, run_dir, config.launch.nproc, say, resume) as record:
+        task = _make_task(config, record, say, resume, warm)
         if not fresh_processes:  # A sweep's jobs would repeat 26 lines; plan.json has them.
             _announce_plan(task, say)
         start(
@@ -95,8 +121,16 @@ def run_train(
             run_dir,
             fresh_processes=fresh_processes,
             here_only=(say,),
+            stops_in_order=True,
         )
+        _raise_if_stopped(record.folder)
     return record.result
+
+
+def _raise_if_stopped(folder: RunFolder) -> None:
+    stopped = folder.read_json("result.json").get("stopped")
+    if stopped is not None:
+        raise RunStopped(stopped["step"], stopped["signal"], folder.path)
 
 
 def _train_joined(
@@ -118,20 +152,48 @@ def _train_joined(
         return {}
     is_told = False
     try:
-        with _recorded(config, config_yaml, run_dir, context.world_size, print) as record:
+        config = with_restarts(config, run_dir)
+        resume = find_resume_point(config, run_dir)
+        warm = find_warm_start(config, run_dir)
+        with keep_beating(context.heartbeat, "prepare the data"):
+            _check_start(config, resume, warm)
+        with _recorded(config, config_yaml, run_dir, context.world_size, print, resume) as record:
             with keep_beating(context.heartbeat, "prepare the data"):
                 local_world_size = int(os.environ["LOCAL_WORLD_SIZE"])
-                task = _make_task(config, record, print, ranks_per_host=local_world_size)
+                task = _make_task(
+                    config, record, print, resume, warm, ranks_per_host=local_world_size
+                )
             patient.all_gather_object(task)
             is_told = True
             _announce_plan(task, print)
             train_rank(context, task)
+            _raise_if_stopped(record.folder)
     except BaseException as error:
         if not is_told:
             # A mistake of the user ends every rank with exit status 2.
             patient.all_gather_object(error if is_user_error(error) else None)
         raise
     return record.result
+
+
+def _check_start(config: TrainRun, resume: ResumePoint | None, warm: CheckpointInfo | None) -> None:
+    """Refuses a checkpoint that doesn't fit the run, before anything in its folder is replaced.
+
+    Raises:
+        UserError: listing what differs.
+    """
+    if resume is None and warm is None:
+        return
+    with PrepareDisplay() as display:
+        dataset = open_dataset(config.data, Path.cwd(), display)
+    if warm is not None:
+        check_warm_start(warm, config, dataset)
+    if resume is None:
+        return
+    check_fits(resume.info, config, dataset)
+    tables, _ = build_tables(config, dataset.manifest)
+    with suppress(DamagedError):  # Of its dense weights: the ranks then look for an older one.
+        check_shapes(resume.info, tables, build_model(config, dataset.manifest))
 
 
 @contextmanager
@@ -141,12 +203,23 @@ def _recorded(
     run_dir: Path,
     world_size: int,
     say: Callable[[str], None],
+    resume: ResumePoint | None,
 ) -> Iterator[RunRecord]:
     """Whatever happens within, result.json and report.html tell of it."""
     # Here: matplotlib takes a second to import, and workers have no use for it.
     from dlrm.report import write_report
 
-    record = RunRecord(config, config_yaml, run_dir, world_size)
+    goes_on = resume is not None and resume.continues_folder
+    restarted = is_restarted(run_dir)
+    record = RunRecord(
+        config,
+        config_yaml,
+        run_dir,
+        world_size,
+        resume=goes_on,
+        overwrite=True if restarted else None,
+        **({"torchrun": launch_id()} if under_torchrun() else {}),
+    )
     # Of a run that was here before, where the folder may be used again.
     shutil.rmtree(record.folder.path / PROFILE_FOLDER, ignore_errors=True)
     try:
@@ -165,6 +238,8 @@ def _make_task(
     config: TrainRun,
     record: RunRecord,
     say: Callable[[str], None],
+    resume: ResumePoint | None,
+    warm: CheckpointInfo | None,
     *,
     ranks_per_host: int | None = None,
 ) -> TrainTask:
@@ -187,11 +262,41 @@ def _make_task(
             f"{NUM_LANES} lanes of samples, so in many steps some of them get no samples"
         )
     layout = make_plan(config, dataset, world_size, ranks_per_host=ranks_per_host)
+    if resume is not None:
+        layout = _resumed_layout(config, resume, layout, say)
     folder.write_text("plan.json", layout.plan.to_json())
     result["plan_digest"] = layout.plan.digest()
     result["plan_reasons"] = layout.reasons
     record.write()
-    return TrainTask(config, folder.path, result, layout)
+    candidates = resume.candidates if resume is not None else []
+    return TrainTask(
+        config,
+        folder.path,
+        result,
+        layout,
+        resume=tuple(c.folder for c in candidates),
+        warm_start=None if warm is None else warm.folder,
+    )
+
+
+def _resumed_layout(
+    config: TrainRun, resume: ResumePoint, layout: PlannedLayout, say: Callable[[str], None]
+) -> PlannedLayout:
+    """The checkpoint's plan, where nothing was asked for that differs."""
+    info, world_size = resume.info, layout.plan.world_size
+    say(f"resume  step {info.step:,} of {info.folder}")
+    try:
+        plan = stored_plan(info, config, world_size)
+    except DamagedError as error:
+        say(f"resume  {error}; rows go to a new plan")
+        return layout
+    if plan is not None:
+        return PlannedLayout(plan, dict.fromkeys(layout.reasons, "the checkpoint's"))
+    say(
+        f"resume  rows go to a new plan: the checkpoint's is of {info.values['world_size']} "
+        f"rank(s) or other sharding settings"
+    )
+    return layout
 
 
 def train_rank(context: WorkerContext, task: TrainTask, say: Callable[[str], None] = print) -> None:
@@ -205,6 +310,7 @@ def train_rank(context: WorkerContext, task: TrainTask, say: Callable[[str], Non
     result = task.result
     result["num_threads"] = torch.get_num_threads()
     context.heartbeat.beat(0, "build")
+    stop = StopRequest(context.stop_file)
     dataset = PreparedDataset(Path(result["data"]["root"]))
     trainer = Trainer(
         config,
@@ -214,27 +320,50 @@ def train_rank(context: WorkerContext, task: TrainTask, say: Callable[[str], Non
         comm=comm,
         plan=task.layout.plan,
         beat=context.heartbeat.beat,
+        is_stop_asked=stop.asked,
     )
+    if task.resume:
+        _resume(trainer, task.resume)
+    elif task.warm_start is not None:
+        result["warm_start"] = _warm_start(
+            trainer, task.warm_start, lambda: context.heartbeat.beat(0, "load")
+        )
     profiler: StepProfiler | None = None
     if config.train.profile:
         steps = profiled_steps(config.train, trainer.total_steps)
-        profiler = StepProfiler(steps, trainer.recorder, comm, folder.path, context.heartbeat.beat)
+        if steps.start - 2 < trainer.steps_done:
+            warnings.warn(
+                f"train.profile=true is ignored: the run goes on after step {trainer.steps_done:,},"
+                f" too late for step {steps.start:,}; set train.profile_start",
+                stacklevel=2,
+            )
+        else:
+            profiler = StepProfiler(
+                steps,
+                trainer.recorder,
+                comm,
+                folder.path,
+                context.heartbeat.beat,
+                steps_done=trainer.steps_done,
+            )
     _announce_model(config, trainer, trainer.say)
     try:
         try:
-            trainer.fit()
+            with _stopping_on_signals(context, stop):
+                trainer.fit()
         finally:
             if profiler is not None:
                 profiler.close()
                 if (profile := profiler.figures()) is not None:
                     result["profile"] = profile
                     trainer.say("\n".join(describe_profile(profile)))
-            result["train"] = trainer.recorder.figures(
-                trainer.steps_done / trainer.batches_per_epoch
-            )
+            result["train"] = trainer.recorder.figures(trainer.epochs_done)
             if comm.world_size == 1:
                 result["memory"] = trainer.memory()
         # What follows communicates: not after a failure.
+        if trainer.is_stopped:
+            result["stopped"] = {"step": trainer.steps_done, "signal": stop.number or SIGTERM}
+            return
         result["model_digest"] = trainer.digest()
         result["memory"] = trainer.memory()
         result["comm"] = trainer.comm_figures()
@@ -242,6 +371,55 @@ def train_rank(context: WorkerContext, task: TrainTask, say: Callable[[str], Non
     finally:
         if trainer.is_first:
             folder.write_json("result.json", result)
+
+
+@contextmanager
+def _stopping_on_signals(context: WorkerContext, stop: StopRequest) -> Iterator[None]:
+    """Within, a signal ends the training in order, where no launcher of ours sees to it."""
+    if context.stop_file is not None:
+        yield
+        return
+
+    def first(number: int) -> None:
+        stop.number = number
+        if context.rank == 0:
+            announce(number)
+
+    with stop_on_signal(first):
+        yield
+
+
+def _resume(trainer: Trainer, folders: Sequence[Path]) -> None:
+    """Goes on from the first checkpoint that isn't damaged."""
+    for position, folder in enumerate(folders):
+        try:
+            trainer.resume(open_checkpoint(folder))
+            break
+        except DamagedError as error:
+            if position == len(folders) - 1:
+                raise
+            trainer.say(f"resume  {error}")
+            trainer.say(f"resume  going on from {folders[position + 1]} instead")
+    if trainer.steps_done >= trainer.total_steps:
+        trainer.say(
+            f"resume  nothing is left to train after step {trainer.steps_done:,}: raise "
+            "train.epochs or train.max_steps to go on"
+        )
+
+
+def _warm_start(trainer: Trainer, folder: Path, beat: Callable[[], None]) -> dict[str, Any]:
+    """Starts from another run's model; returns the `warm_start` part of result.json."""
+    started = warm_start(
+        open_checkpoint(folder),
+        trainer.config,
+        trainer.dataset,
+        trainer.model,
+        trainer.embeddings,
+        beat,
+    )
+    for line in started.lines():
+        trainer.say(line)
+    return started.as_dict()
 
 
 def _announce_data(config: TrainRun, dataset: PreparedDataset, say: Callable[[str], None]) -> None:

@@ -18,17 +18,21 @@ from torch import Tensor
 from data.batch import Batch
 from data.loader import Prefetcher
 from data.parquet import Order, PreparedDataset
+from dlrm.async_save import AsyncSaver, bytes_to_copy
 from dlrm.build import build_embeddings, build_model
-from dlrm.checkpoint import CheckpointInfo, Checkpoints, load_model, model_digest
+from dlrm.checkpoint import CheckpointInfo, Checkpoints, Contents, Progress
+from dlrm.checkpoint_load import load_model, load_training
 from dlrm.comm_figures import comm_figures
 from dlrm.config import TrainRun
 from dlrm.dense_reducer import DenseReducer
 from dlrm.display import TrainDisplay
 from dlrm.metrics import BestTracker, BinaryMetrics, EvalResult
 from dlrm.model import bce_loss
+from dlrm.model_digest import model_digest
 from dlrm.optim import Schedule, build_dense_optimizer, clip_factor
 from dlrm.pipeline import Pipeline, PlannedBatch
 from dlrm.recorder import Recorder
+from dlrm.resume import about_run, check_fits, is_of_run, next_batch
 from dlrm.run_folder import RunFolder
 from dlrm.scoring import autocast, dense_input, evaluate
 from embeddings.communicator import Communicator, Deferred, SingleProcess
@@ -61,6 +65,10 @@ class Trainer:
         comm: the ranks; None: one process.
         plan: who owns which rows; None: one process owns all.
         beat: told step and phase whenever a phase begins (the heartbeat).
+        is_stop_asked: whether this rank was told to end the run; asked once a step.
+
+    Attributes:
+        is_stopped: the run ended early, in order, since a rank was told to.
     """
 
     def __init__(
@@ -73,6 +81,7 @@ class Trainer:
         comm: Communicator | None = None,
         plan: Plan | None = None,
         beat: Callable[[int, str], None] = lambda step, phase: None,
+        is_stop_asked: Callable[[], bool] = lambda: False,
     ) -> None:
         self.config, self.dataset, self.folder = config, dataset, folder
         self.comm = comm if comm is not None else SingleProcess()
@@ -86,13 +95,20 @@ class Trainer:
         if config.train.max_steps is not None:
             self.total_steps = min(self.total_steps, config.train.max_steps)
         self.schedule = Schedule(config.optim.schedule, self.total_steps)
-        self.checkpoints = Checkpoints(folder.path)
+        self.checkpoints = Checkpoints(folder.path, config.train.checkpoint_keep)
+        self._plan = plan
+        self._saver: AsyncSaver | None = None
         self.reducer = DenseReducer(
             list(self.model.parameters()), self.comm, overlap=config.train.overlap
         )
         self.best = BestTracker()
         self.steps_done = 0
+        self.is_stopped = False
+        self._is_stop_asked = is_stop_asked
+        self._epoch, self._batch = 0, 0  # Of the next batch.
         self._evaluated_step = -1
+        self._is_evaluation_owed = False  # The run was told to stop before it.
+        self._steps_before = 0  # Done before this run was resumed.
         self._display = TrainDisplay(self.total_steps, enabled=self.is_first)
         self.recorder = Recorder(
             folder, self._display, config.train.log_every, writes=self.is_first
@@ -106,27 +122,36 @@ class Trainer:
     # fit
 
     def fit(self) -> None:
-        """Trains to the end; the last and the best model are kept.
+        """Trains to the end, or until a rank is told to stop; the last and the best model are kept.
 
         Raises:
             NonFiniteError: naming step and tensor; the model before that step is kept.
         """
+        if self.config.train.checkpoint_async:
+            num_bytes = bytes_to_copy(self._contents())
+            with self.comm.uncounted():
+                self._saver = AsyncSaver(self.checkpoints, self.comm, num_bytes, self._beat_save)
         with self._display:
             try:
-                for epoch in range(self.config.train.epochs):
-                    self._fit_epoch(epoch)
-                    if self.steps_done >= self.total_steps:
-                        break
-                self._evaluate_and_save()
+                if self._is_evaluation_owed:
+                    self._evaluate_and_save()
+                while self._epoch < self.config.train.epochs and self._goes_on():
+                    self._fit_epoch(self._epoch)
+                if not self.is_stopped:
+                    self._evaluate_and_save()
+                self._finish_saving()
             except NonFiniteError:
                 if self._is_finite():
                     self._save(is_best=False)
+                self._finish_saving()
                 raise
             finally:
                 self.recorder.close()
 
+    def _goes_on(self) -> bool:
+        return self.steps_done < self.total_steps and not self.is_stopped
+
     def _fit_epoch(self, epoch: int) -> None:
-        train = self.config.train
         order = Order(
             self.config.data.batch_size,
             seed=self.config.seed,
@@ -134,10 +159,11 @@ class Trainer:
             shuffle=self.config.data.shuffle,
             rank=self.comm.rank,
             world_size=self.comm.world_size,
+            start_batch=self._batch,
         )
         with Prefetcher(self.dataset.batches("train", order)) as batches:
             self._pipeline = self.pipeline(batches, self.total_steps - self.steps_done)
-            while True:
+            while not self.is_stopped:
                 start = time.perf_counter()
                 planned = self._pipeline.take()
                 if planned is None:
@@ -146,11 +172,18 @@ class Trainer:
                 seconds = time.perf_counter() - start
                 lrs = self._learning_rates()
                 self.steps_done += 1
+                self._batch += 1
                 num_samples = planned.global_batch_size
                 self.recorder.step(self.steps_done, epoch, num_samples, loss, seconds, lrs)
-                if self._is_evaluation_due(epoch):
+                is_epoch_done = self._batch == self.batches_per_epoch
+                is_evaluation_due = self._is_evaluation_due(self._batch)
+                if is_epoch_done:
+                    self._epoch, self._batch = epoch + 1, 0
+                # Before an evaluation, which may take longer than whoever tells to stop waits.
+                self.is_stopped = self.reducer.is_stopping and self.steps_done < self.total_steps
+                if is_evaluation_due and not self.is_stopped:
                     self._evaluate_and_save()
-                elif train.checkpoint_every and self.steps_done % train.checkpoint_every == 0:
+                elif self.is_stopped or self._is_checkpoint_due():
                     self._check_finite()
                     self._save(is_best=False)
 
@@ -165,14 +198,18 @@ class Trainer:
             timer=self._timer,
         )
 
-    def _is_evaluation_due(self, epoch: int) -> bool:
+    def _is_checkpoint_due(self) -> bool:
+        every = self.config.train.checkpoint_every
+        return every is not None and self.steps_done % every == 0
+
+    def _is_evaluation_due(self, batch: int) -> bool:
+        """Whether one is due after `batch` batches of an epoch, the last step's among them."""
         train = self.config.train
         if train.eval_every is not None:
             return self.steps_done % train.eval_every == 0
-        in_epoch = self.steps_done - epoch * self.batches_per_epoch
         per_epoch = min(train.evals_per_epoch, self.batches_per_epoch)
         due = [self.batches_per_epoch * n // per_epoch for n in range(1, per_epoch + 1)]
-        return in_epoch in due
+        return batch in due
 
     # step
 
@@ -202,7 +239,7 @@ class Trainer:
                 loss_sum += float(loss.detach())
             with self._timer("backward"):
                 if is_last:
-                    self.reducer.begin(loss_sum)
+                    self.reducer.begin(loss_sum, self._is_stop_asked())
                 gradients.append(self._backward(loss, pooled_BS, plan, lr_sparse))
         with self._timer("dense_reduce"):
             loss_sum = self.reducer.finish()
@@ -328,16 +365,96 @@ class Trainer:
         self._save(is_best=is_best)
 
     def _save(self, *, is_best: bool) -> None:
-        self._beat(self.steps_done, "save")
+        self._beat_save()
+        contents = self._contents()
         with self.comm.uncounted():
-            self.checkpoints.save(
-                self.steps_done,
+            if self._saver is not None:
+                self._saver.save(contents, is_best=is_best)
+            else:
+                self.checkpoints.save(contents, self.comm, is_best=is_best, beat=self._beat_save)
+
+    def _beat_save(self) -> None:
+        self._beat(self.steps_done, "save")
+
+    def _finish_saving(self) -> None:
+        """Waits for a checkpoint that is being written."""
+        if self._saver is not None:
+            self._saver.wait()
+
+    def _contents(self) -> Contents:
+        """What this rank keeps, as views."""
+        recorder = self.recorder
+        progress = Progress(
+            self.steps_done,
+            self._epoch,
+            self._batch,
+            recorder.samples,
+            recorder.loss_last,
+            self.best.best_value,
+            tuple(recorder.history),
+        )
+        about = about_run(self.config, self.dataset, self._plan)
+        about["torch_rng_state"] = bytes(torch.get_rng_state().tolist()).hex()
+        files = {
+            name: (self.folder.path / name).read_text()
+            for name in ("config.yaml", "plan.json")
+            if (self.folder.path / name).is_file()
+        }
+        return Contents.of(
+            progress, self.model, self.embeddings, self.dense_optimizer, about, files
+        )
+
+    def resume(self, info: CheckpointInfo) -> None:
+        """Goes on from a checkpoint: called by all ranks, before `fit`.
+
+        Raises:
+            UserError: on all ranks alike, where it doesn't fit this run (before anything is
+                loaded); DamagedError where a file isn't what was written.
+        """
+        check_fits(info, self.config, self.dataset)
+        with self.comm.uncounted():
+            load_training(
+                info,
                 self.model,
                 self.embeddings,
                 self.dense_optimizer,
-                is_best=is_best,
-                beat=lambda: self._beat(self.steps_done, "save"),
+                lambda: self._beat(info.step, "load"),
             )
+            progress = info.progress
+            self.steps_done = self._steps_before = progress.step
+            self._epoch, self._batch = next_batch(info, self.config, self.dataset)
+            self._count_steps()
+            if progress.history and progress.history[-1]["step"] == progress.step:
+                self._evaluated_step = progress.step
+            elif progress.step > 0:
+                done = self._batch or self.batches_per_epoch
+                self._is_evaluation_owed = self._is_evaluation_due(done)
+            rng_state = list(bytes.fromhex(info.values["torch_rng_state"]))
+            torch.set_rng_state(torch.tensor(rng_state, dtype=torch.uint8))
+            self.recorder.resume(
+                progress.step, progress.samples, progress.loss_last, progress.history
+            )
+            if self.is_first and is_of_run(info, self.folder.path):
+                self.checkpoints.drop_after(info)
+            # In a folder without it, the best model so far is none that could be tested.
+            has_best = self.comm.all_gather_object((self.checkpoints.root / "best").is_file())[0]
+            self.best = BestTracker(best_value=progress.best_value if has_best else None)
+
+    def _count_steps(self) -> None:
+        """The steps of a resumed run: those that are done, and as many as there are batches left,
+        which may be of another size."""
+        train = self.config.train
+        left = self.batches_per_epoch * (train.epochs - self._epoch) - self._batch
+        self.total_steps = self.steps_done + max(left, 0)
+        if train.max_steps is not None:
+            self.total_steps = min(self.total_steps, train.max_steps)
+        self.schedule = Schedule(self.config.optim.schedule, self.total_steps)
+        self._display.resume(self.steps_done, self.total_steps)
+
+    @property
+    def epochs_done(self) -> float:
+        """Passes over the training part, also of a run whose `data.batch_size` has changed."""
+        return self._epoch + self._batch / self.batches_per_epoch
 
     def load_best(self) -> CheckpointInfo:
         """Puts the best model (the latest, where there is no best) in place of the last."""
@@ -370,8 +487,8 @@ class Trainer:
         return {name: max(rank[name] for rank in of_ranks) for name in own}
 
     def comm_figures(self) -> dict[str, Any]:
-        """The `comm` part of result.json; called by all ranks."""
-        return comm_figures(self.comm, max(self.steps_done, 1))
+        """The `comm` part of result.json, of the steps since the run was resumed; called by all."""
+        return comm_figures(self.comm, max(self.steps_done - self._steps_before, 1))
 
     # non-finite values
 

@@ -44,6 +44,8 @@ class WorkerContext:
     world_size: int
     local_rank: int
     heartbeat: Heartbeat | NoHeartbeat
+    stop_file: Path | None = None
+    """Where the launcher says that the run is to end in order; None: no launcher of ours."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,8 @@ def main(folder: Path, launcher_pid: int) -> None:
     brief_warnings(shown=rank == 0)
     try:
         task: Task = pickle.loads((folder / "task").read_bytes())
-        context = WorkerContext(rank, world_size, int(os.environ["LOCAL_RANK"]), heartbeat)
+        local_rank = int(os.environ["LOCAL_RANK"])
+        context = WorkerContext(rank, world_size, local_rank, heartbeat, stop_file(folder))
         value = run_as_rank(task, context)
         if rank == 0:
             (folder / "value").write_bytes(pickle.dumps(value))
@@ -204,6 +207,11 @@ def is_secondary(error: BaseException) -> bool:
 def failure_file(folder: Path, rank: int) -> Path:
     """Where a worker says how it failed, whole or not at all."""
     return folder / f"{rank}.failure"
+
+
+def stop_file(folder: Path) -> Path:
+    """Where the launcher writes the number of a signal that is to end the run in order."""
+    return folder / "stop"
 
 
 def stack_file(folder: Path, rank: int) -> Path:

@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor
 
 T = TypeVar("T")
 _NUM_TAGS = 1 << 20
+_PATIENT = timedelta(days=7)
 # What counts as which of `bytes_sent_per_step` in result.json.
 KINDS = ("counts", "ids", "rows", "grads", "replicas", "squares", "norm", "dense", "other")
 
@@ -148,6 +150,13 @@ class Communicator(ABC):
     def all_gather_object(self, value: Any) -> list[Any]:
         """Every rank's `value`, by rank. For small things outside the steps: it pickles."""
 
+    @abstractmethod
+    def duplicate(self) -> Communicator:
+        """The same ranks in a group of their own, for another thread; called by all ranks at once.
+
+        Its waits have no timeout to speak of: what it does may take as long as a disk does.
+        """
+
     def barrier(self) -> None:
         """Waits for every rank."""
         self.all_gather_object(None)
@@ -184,6 +193,10 @@ class SingleProcess(Communicator):
     def all_gather_object(self, value: Any) -> list[Any]:
         """`[value]`."""
         return [value]
+
+    def duplicate(self) -> SingleProcess:
+        """Another one."""
+        return SingleProcess()
 
 
 class ProcessGroup(Communicator):
@@ -282,6 +295,11 @@ class ProcessGroup(Communicator):
             "objects", lambda: dist.all_gather_object(gathered, value, group=self._group)
         )
         return gathered
+
+    def duplicate(self) -> ProcessGroup:
+        """See `Communicator`; over gloo, whatever this group's backend."""
+        group = dist.new_group(backend="gloo", timeout=_PATIENT)
+        return ProcessGroup(group, pairwise=self._pairwise)
 
     def _issue(
         self,

@@ -406,14 +406,12 @@ class ShardedEmbeddings:
 
     def own_parts(self, table: str, row_start: int, row_stop: int) -> list[RowsPart]:
         """What this rank is to write down of some rows, so that all ranks together write each
-        number once: the rows it holds; of a replica, all on rank 0."""
-        if self.comm.rank > 0 and table in self._everywhere:
-            return []
+        number once: the rows it holds; of a replica, an equal share of them."""
+        if table in self._everywhere:
+            size, start = row_stop - row_start, row_start
+            row_start = start + size * self.comm.rank // self.comm.world_size
+            row_stop = start + size * (self.comm.rank + 1) // self.comm.world_size
         return self.store.read_parts(table, row_start, row_stop)
-
-    def is_column_split(self, table: str) -> bool:
-        """Whether a row of the table lies on several ranks; the same answer on every rank."""
-        return self._reader.is_column_split(table)
 
     def read(self, table: str, row_start: int, row_stop: int) -> dict[str, Tensor] | None:
         """Whole rows and their state, from the ranks that hold them: called by all ranks.

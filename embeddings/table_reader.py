@@ -95,10 +95,6 @@ class TableReader:
         dim = self._tables[table].dim
         return assemble_rows(dim, widths, row_start, row_stop, whole, self._dtype)
 
-    def is_column_split(self, table: str) -> bool:
-        """See `ShardedEmbeddings.is_column_split`."""
-        return any(piece.dim != self._tables[table].dim for _, piece in self._pieces[table])
-
     def _widths(self, piece: Piece) -> dict[str, int]:
         """Numbers that the piece holds of a row, by name, in the order in which they travel."""
         widths = {WEIGHT: piece.dim, **self._store.piece_state_widths(piece)}

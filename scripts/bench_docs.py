@@ -42,9 +42,11 @@ KINDS = {
     "starts.",
     "prepare": "From raw rows to what training reads, on one machine.",
     "loader": "From what was prepared to batches, in one process; nothing trains meanwhile.",
+    "checkpoint": "Rows and their optimizer state of all tables: written, with fsync, and read "
+    "back into tables that are there, from disk (cold) and from the page cache (warm).",
 }
 NOT_MEASURED = (
-    "Not measured here: evaluation, checkpoints, other networks than those named, GPUs, other "
+    "Not measured here: evaluation, other networks than those named, GPUs, other "
     "machines. Absolute times hold for this machine in that hour; ratios are of measurements taken "
     "in turns."
 )
@@ -141,7 +143,10 @@ def _run(result: dict[str, Any], *, explain: bool) -> str:
         *_table(comparison),
         "",
         *(f"- {line}" for line in (*comparison["claims"], *comparison["notes"])),
+        *(f"- {goal['text']}" for goal in result.get("goals", [])),
     ]
+    if "storm" in result:
+        lines.append(f"- {result['storm']['text']}")
     if "roofline" in result:
         lines += ["", *roofline_lines(result["roofline"])]
     return "\n".join(lines) + "\n"
@@ -160,7 +165,8 @@ def _table(comparison: dict[str, Any]) -> list[str]:
     has_precision = any(variant["precision"] for variant in variants)
     has_torchrec = any(variant["torchrec_ratio"] is not None for variant in variants)
     headers = ["side"]
-    headers += ["precision"] if has_precision else []
+    # Results of earlier versions have precisions only, and don't say so.
+    headers += [comparison.get("grouped_by", "precision")] if has_precision else []
     headers += [str(main.header)]
     headers += ["× TorchRec"] if has_torchrec else []
     # A bar would end the cell.

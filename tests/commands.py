@@ -25,6 +25,7 @@ from data.prepare import RawInputs, prepare
 from data.schema import DenseColumn, RawFormat, Schema, SparseColumn, Split
 from data.synthetic import SyntheticConfig, synthesise
 from dlrm.__main__ import add_entry, run
+from dlrm.checkpoint import open_checkpoint
 from dlrm.config import TrainRun, register, to_config
 from dlrm.hydra_jobs import register_sweeper
 from dlrm.run_folder import RunFolder
@@ -136,10 +137,16 @@ def latest(run_dir: Path, which: str = "latest") -> Path:
 
 def arrays_of(folder: Path) -> dict[str, np.ndarray]:
     """Every array of a kept model."""
-    found = {path.name: np.load(path) for path in sorted((folder / "tables").glob("*.npy"))}
-    for name in ("dense.npz", "dense_state.npz"):
-        with np.load(folder / name) as arrays:
-            found |= {f"{name}/{key}": arrays[key] for key in arrays.files}
+    info = open_checkpoint(folder)
+    reader = info.rows()
+    found = {
+        f"{table}.{name}": values.numpy()
+        for table, stored in info.tables.items()
+        for name, values in reader.read(table, 0, stored.rows, state=True).items()
+    }
+    reader.close()
+    for prefix, tensors in (("dense", info.dense()), ("dense_state", info.dense_state())):
+        found |= {f"{prefix}/{name}": tensor.numpy() for name, tensor in tensors.items()}
     return found
 
 

@@ -27,6 +27,12 @@ class _Mailbox:
         self._condition = threading.Condition()
         self._entries: dict[int, dict[int, tuple[str, Any]]] = {}
         self._is_broken = False
+        self._duplicates: dict[int, _Mailbox] = {}
+
+    def duplicate(self, number: int) -> _Mailbox:
+        """The mailbox of the n-th group that the ranks have made of this one."""
+        with self._condition:
+            return self._duplicates.setdefault(number, _Mailbox(self.world_size))
 
     def put(self, number: int, rank: int, kind: str, value: Any) -> None:
         with self._condition:
@@ -53,6 +59,9 @@ class _Mailbox:
         with self._condition:
             self._is_broken = True
             self._condition.notify_all()
+            duplicates = list(self._duplicates.values())
+        for mailbox in duplicates:
+            mailbox.break_off()
 
 
 class ThreadRank(Communicator):
@@ -62,6 +71,7 @@ class ThreadRank(Communicator):
         super().__init__(rank, mailbox.world_size)
         self._mailbox = mailbox
         self._number = 0
+        self._num_duplicates = 0
         self.kinds: list[str] = []
 
     def _put(self, kind: str, value: Any) -> int:
@@ -97,6 +107,10 @@ class ThreadRank(Communicator):
             values.copy_(torch.stack(self._mailbox.take(number)).sum(dim=0))
 
         return Pending(values, finish)
+
+    def duplicate(self) -> ThreadRank:
+        self._num_duplicates += 1
+        return ThreadRank(self.rank, self._mailbox.duplicate(self._num_duplicates))
 
     def all_gather_object(self, value: Any) -> list[Any]:
         return self._mailbox.take(self._put("objects", value))

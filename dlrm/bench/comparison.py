@@ -12,7 +12,8 @@ from dlrm.bench.ratios import Spread, ratios
 
 @dataclass(frozen=True)
 class Variant:
-    """A side in one precision; the precision is empty where a kind of benchmark has none."""
+    """A side in one precision, or in one operation (see `Yardstick.grouped_by`); empty where a kind
+    of benchmark has neither."""
 
     side: str
     precision: str
@@ -103,6 +104,8 @@ class Yardstick:
         floors: the sides that do less than there is to do.
         disagreements: what shows that the sides haven't done the same work.
         notes: what a reader of the table should know.
+        grouped_by: what `Variant.precision` is: `precision`, or `operation`: other work, which
+            isn't compared.
     """
 
     main: Figure
@@ -113,6 +116,11 @@ class Yardstick:
     floors: Sequence[str]
     disagreements: Callable[[Turns], list[str]]
     notes: Callable[[Turns], list[str]]
+    grouped_by: str = "precision"
+
+    def compares(self, variant: Variant, own: Variant) -> bool:
+        """Whether the table has the ratio of the two."""
+        return self.grouped_by == "precision" or variant.precision == own.precision
 
     def cost(self, figures: Mapping[str, Any]) -> float:
         """The main figure as a time; of a rate, the time per unit."""
@@ -128,7 +136,8 @@ class VariantSummary:
         side: the side.
         precision: its precision.
         main: the main figure over the turns; None where it failed.
-        ratio_to: its time over that of each variant of this system, turn by turn.
+        ratio_to: its time over that of each variant of this system that it is compared with, turn
+            by turn.
         torchrec: the fastest variant of TorchRec in the same precision, by name.
         torchrec_ratio: the time of that variant over its own, turn by turn: how many times as fast
             as TorchRec it is.
@@ -221,6 +230,7 @@ class Comparison:
         return {
             "main": main.as_dict(),
             "columns": [column.as_dict() for column in self.yardstick.columns],
+            "grouped_by": self.yardstick.grouped_by,
             "variants": [variant.as_dict(main.name) for variant in self.variants],
             "claims": [line.replace("\n    ", " ") for line in self.claims()],
             "notes": self.notes,
@@ -275,7 +285,11 @@ def _summary(
         variant.side,
         variant.precision,
         Spread.of([float(m.figures[yardstick.main.key]) for m in turns]),
-        {o.name: Spread.of(ratios(costs[variant], costs[o])) for o in own},
+        {
+            o.name: Spread.of(ratios(costs[variant], costs[o]))
+            for o in own
+            if yardstick.compares(variant, o)
+        },
         columns=columns,
         note=turns[0].figures["note"],
     )

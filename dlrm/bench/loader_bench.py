@@ -95,7 +95,7 @@ def bench_loader(session: Session) -> list[str]:
             "bench": f"loader, {num_rows:,} rows, batches of {config.data.batch_size:,}, shuffled",
             "model": f"{len(dataset.manifest.dense_columns)} dense and "
             f"{len(dataset.features)} sparse features",
-            "steps": f"{config.bench.repeats} turns, of which each measures a second epoch; "
+            "steps": f"{config.num_turns} turns, of which each measures a second epoch; "
             "nothing trains meanwhile",
         },
     )

@@ -109,7 +109,7 @@ def bench_prepare(session: Session) -> list[str]:
             f"{TORCHREC_DATA} the first {peer_rows:,}",
             "model": f"Criteo's columns, {sum(config.data.synthetic.cardinalities()):,} possible "
             f"tokens; tokens rarer than {MIN_COUNT} share a row",
-            "steps": f"{config.bench.repeats} turns; the raw file is in the page cache",
+            "steps": f"{config.num_turns} turns; the raw file is in the page cache",
         },
     )
     return take_turns(turns, session)

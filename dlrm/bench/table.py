@@ -7,7 +7,7 @@ import textwrap
 from rich.console import Console
 from rich.table import Column, Table
 
-from dlrm.bench.comparison import Comparison, VariantSummary
+from dlrm.bench.comparison import Comparison, Variant, VariantSummary
 from dlrm.bench.ratios import Spread
 
 MAX_WIDTH = 100
@@ -47,16 +47,23 @@ def ratio_text(ratio: Spread) -> str:
     return ratio.text(2 if ratio.greatest < 10 else 1 if ratio.greatest < 100 else 0)
 
 
-def _ratio_names(comparison: Comparison) -> list[str]:
-    """The variants of this system that have a column of ratios: all, or the first of many."""
-    names = [own.name for own in comparison.own()]
+def _ratio_columns(comparison: Comparison) -> list[str]:
+    """What has a column of ratios: variants of this system, all or the first of many; or sides of
+    it, where each group of rows has its own variant of them."""
+    apart = comparison.yardstick.grouped_by != "precision"
+    names = list(dict.fromkeys(own.side if apart else own.name for own in comparison.own()))
     return names if len(names) <= _MAX_RATIO_COLUMNS else names[:1]
+
+
+def _ratio_to(comparison: Comparison, variant: VariantSummary, column: str) -> Spread | None:
+    apart = comparison.yardstick.grouped_by != "precision"
+    return variant.ratio_to.get(Variant(column, variant.precision).name if apart else column)
 
 
 def _columns(comparison: Comparison) -> list[Column]:
     yardstick = comparison.yardstick
     more = [column.header for column in yardstick.columns if column.header is not None]
-    names = [yardstick.main.header or "", *(f"/ {n}" for n in _ratio_names(comparison)), *more]
+    names = [yardstick.main.header or "", *(f"/ {n}" for n in _ratio_columns(comparison)), *more]
     return [Column("side"), *(Column(name, justify="right") for name in names)]
 
 
@@ -66,8 +73,8 @@ def _cells(comparison: Comparison, variant: VariantSummary) -> list[str]:
     if variant.main is None:
         return [*cells, "failed"]
     cells.append(yardstick.main.spread_text(variant.main))
-    for own in _ratio_names(comparison):
-        ratio = variant.ratio_to.get(own)
+    for own in _ratio_columns(comparison):
+        ratio = _ratio_to(comparison, variant, own)
         cells.append("" if ratio is None else ratio_text(ratio))
     for column in yardstick.columns:
         if column.header is not None:

@@ -126,8 +126,8 @@ def describe_steps(config: BenchRun) -> dict[str, str]:
     return {
         "bench": f"{config.kind}, {config.launch.nproc} process(es), global batch "
         f"{config.data.batch_size:,}, {bench.bag_size} id(s) per bag, {bench.network}",
-        "steps": f"{bench.warmup_steps} to warm up, {bench.steps} measured, {bench.repeats} turns; "
-        "batches are in memory: the loader isn't measured",
+        "steps": f"{bench.warmup_steps} to warm up, {bench.steps} measured, {config.num_turns} "
+        "turns; batches are in memory: the loader isn't measured",
     }
 
 

@@ -79,7 +79,7 @@ def take_turns(bench: Bench, session: Session) -> list[str]:
 
     A variant that failed isn't tried again: it takes long, and its row is lost anyway.
     """
-    result, say, repeats = session.result, session.say, session.config.bench.repeats
+    result, say, repeats = session.result, session.say, session.config.num_turns
     result["description"] = bench.description
     described = bench.description.items()
     say("\n".join(wrapped(f"{name:<8}{text}", 8 * " ") for name, text in described))

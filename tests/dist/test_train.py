@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from data.parquet import PreparedDataset
+from dlrm.checkpoint import open_checkpoint
 from dlrm.planning import make_plan
 from embeddings import Plan, TableConfig
 from tests.commands import (
@@ -258,8 +259,8 @@ def test_the_result_of_two_processes(default_run: Path, folder: Path) -> None:
     for key in ("bytes_sent_per_step", "bytes_sent_per_step_max_rank"):
         assert set(comm[key]) == {"ids", "rows", "grads", "dense"}
     # A ring sends 2 (W-1)/W of the dense gradients' bytes, and of the loss's.
-    with np.load(latest(default_run) / "dense.npz") as arrays:
-        num_weights = sum(arrays[name].size for name in arrays.files)
+    dense = open_checkpoint(latest(default_run)).dense()
+    num_weights = sum(values.numel() for values in dense.values())
     assert comm["bytes_sent_per_step"]["dense"] >= 4 * (num_weights + 1)
     assert comm["imbalance"] >= 1
     memory = result["memory"]

@@ -14,7 +14,7 @@ from embeddings.plan_choice import LAYOUTS
 from tests.commands import compose_config, dlrm
 
 CONF = Path(__file__).parents[2] / "conf"
-VERBS = ("prepare", "train", "evaluate", "predict", "check", "bench")
+VERBS = ("export", "prepare", "train", "evaluate", "predict", "check", "bench")
 
 
 def options(group: str) -> list[str]:

@@ -31,7 +31,8 @@ def test_a_documented_command_composes(document: str, verb: str, arguments: str)
     overrides = [a for a in shlex.split(arguments) if "…" not in a and "NAME" not in a]
     if "NAME" in arguments or "=mine" in arguments or "=shop" in arguments:
         pytest.skip("its dataset is the reader's own")
-    if verb in ("evaluate", "predict") and not any(a.startswith("run=") for a in overrides):
+    needs_run = verb in ("evaluate", "predict", "export")
+    if needs_run and not any(a.startswith("run=") for a in overrides):
         overrides.append("run=outputs/train/x")
     compose_config(verb, *overrides)
 

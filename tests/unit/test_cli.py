@@ -192,7 +192,6 @@ def test_a_root_of_other_raw_files(capfd: pytest.CaptureFixture[str], tmp_path: 
         (["evaluate", "run=nowhere"], "run=nowhere"),
         (["predict", "run=nowhere", "data.raw=x"], "run=nowhere"),
         (["evaluate", "run=nowhere", "part=dev"], "part=dev"),
-        (["evaluate", "run=nowhere", "checkpoint=last"], "checkpoint=last"),
         (["prepare", "data=synthetic", "train.epochs=1"], "train.epochs"),
         (["prepare", "data=criteo_kaggle"], "data.raw=FILE"),
     ],

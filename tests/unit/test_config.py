@@ -34,7 +34,7 @@ from dlrm.config import (
 )
 from dlrm.model import ModelConfig
 from dlrm.optim import DenseOptimConfig, OptimConfig, ScheduleConfig, SparseOptimConfig
-from dlrm.score import _stored_config
+from dlrm.score import stored_config
 from tests.commands import TINY_MODEL, compose_config
 
 DATA = {"name": "d", "cache": "c"}
@@ -61,7 +61,7 @@ def refused(build: Any, values: dict[str, Any], key: str) -> None:
         (TrainConfig, {"accumulate": 0}, "train.accumulate=0"),
         (TrainConfig, {"precision": "fp16"}, "train.precision=fp16"),
         (TrainConfig, {"backend": "cuda"}, "train.backend=cuda"),
-        (TrainConfig, {"resume": "latest"}, "train.resume=latest"),
+        (TrainConfig, {"resume": "latest", "overwrite": True}, "train.resume=latest"),
         (DataConfig, {**DATA, "batch_size": 0}, "data.batch_size=0"),
         (DataConfig, {**DATA, "eval_batch_size": -3}, "data.eval_batch_size=-3"),
         (DataConfig, {**DATA, "raw": "a", "raw_train": "b"}, "data.raw_train"),
@@ -75,7 +75,6 @@ def refused(build: Any, values: dict[str, Any], key: str) -> None:
         (ScoreDataConfig, {"batch_size": 0}, "data.batch_size=0"),
         (ScoreDataConfig, {"raw": 5.0}, "data.raw=5.0"),
         (ScoreRun, {}, "run="),
-        (ScoreRun, {"run": "r", "checkpoint": "last"}, "checkpoint=last"),
         (ScoreRun, {"run": "r", "part": "dev"}, "part=dev"),
         (ScoreRun, {"run": "r", "part": "valid", "data": ScoreDataConfig(raw="a")}, "part=valid"),
         (SyntheticConfig, {"num_train": 0}, "data.synthetic.num_train=0"),
@@ -213,7 +212,7 @@ def test_b43_typed_fields_keep_their_meaning(overrides: dict[str, Any]) -> None:
 def round_trip(config: TrainRun, tmp_path: Path) -> TrainRun:
     path = tmp_path / "config.yaml"
     path.write_text(OmegaConf.to_yaml(OmegaConf.structured(config), resolve=True))
-    return _stored_config(path)
+    return stored_config(path)
 
 
 @pytest.mark.parametrize("data", ["synthetic", "criteo_kaggle", "criteo_1tb", "adult", "bank"])

@@ -98,9 +98,9 @@ def test_gradients_and_loss_are_sums_over_ranks(
 
 def test_buckets_go_in_the_order_of_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last layer's first; each as soon as it is full, but for those that wait for others. All
-    elements and the loss travel once."""
+    elements, the loss and the flag that ends a run travel once."""
     monkeypatch.setattr(dense_reducer, "BUCKET_BYTES", 100)  # 13 fp64 numbers or more
-    sizes = [1 + 5 + 5 + 20, 4 + 12 + 1]
+    sizes = [1 + 5 + 5 + 20, 4 + 12 + 2]
     for overlap in (True, False):
         ranks = run_ranks(3, lambda comm, on=overlap: step(comm, overlap=on))
         for *_, issued in ranks:
@@ -122,7 +122,7 @@ def test_neither_overlap_nor_buckets_change_a_bit(monkeypatch: pytest.MonkeyPatc
 
 
 def test_what_travels_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One collective per bucket; a ring's `2 (W-1)/W` of the bytes of gradients and loss."""
+    """One collective per bucket; a ring's `2 (W-1)/W` of the bytes of gradients, loss and flag."""
     monkeypatch.setattr(dense_reducer, "BUCKET_BYTES", 100)
 
     def count(comm: ThreadRank) -> tuple[int, int]:
@@ -131,7 +131,7 @@ def test_what_travels_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
         assert {kind for kind, n in counters.num_collectives.items() if n} == {"dense"}
         return counters.num_collectives["dense"], counters.sent_bytes["dense"]
 
-    num_bytes = [8 * 31, 8 * 17]
+    num_bytes = [8 * 31, 8 * 18]
     assert run_ranks(4, count) == [(2, sum(2 * 3 * size // 4 for size in num_bytes))] * 4
 
 

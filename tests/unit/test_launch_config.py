@@ -17,7 +17,7 @@ from dlrm.launch import (
     single_process,
     threads_per_worker,
 )
-from dlrm.torchrun import check_torchrun_arguments, under_torchrun
+from dlrm.torchrun import check_torchrun_arguments, launch_id, under_torchrun
 from tests.commands import compose_config
 
 TORCHRUN = {
@@ -33,7 +33,7 @@ TORCHRUN = {
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither a launcher nor thread settings around the tests."""
-    for name in (*TORCHRUN, "OMP_NUM_THREADS", "TORCHELASTIC_RESTART_COUNT"):
+    for name in (*TORCHRUN, "OMP_NUM_THREADS", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_RUN_ID"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -149,9 +149,19 @@ def test_a_named_folder_is_enough() -> None:
 
 
 @pytest.mark.usefixtures("torchrun")
-def test_join_refuses_what_torchrun_contradicts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_join_refuses_what_torchrun_contradicts() -> None:
     with pytest.raises(UserError, match=r"launch\.nproc=3: torchrun has started 2"):
         join(print, (), LaunchConfig(nproc=3))
+
+
+def test_a_launch_of_torchrun_is_told_from_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its name and its agent, the parent of all its ranks, which outlives those it restarts."""
+    first = launch_id()
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    with pytest.raises(UserError, match="resuming isn't built yet"):
-        join(print, (), LaunchConfig())
+    monkeypatch.setenv("MASTER_PORT", "2")
+    assert launch_id() == first
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "another")
+    assert launch_id() != first
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID")
+    monkeypatch.setattr(os, "getppid", os.getpid)
+    assert launch_id() != first

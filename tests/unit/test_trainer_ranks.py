@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,200 +16,45 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 from data.batch import Batch, JaggedIds
 from data.parquet import Order, PreparedDataset
-from dlrm.build import build_tables
-from dlrm.checkpoint import Checkpoints, load_model
-from dlrm.config import TrainRun, to_config
+from dlrm.checkpoint import Checkpoints, Contents, Progress
+from dlrm.checkpoint_load import load_model
 from dlrm.metrics import EvalResult
 from dlrm.optim import clip_factor
-from dlrm.run_folder import RunFolder
 from dlrm.scoring import evaluate
 from dlrm.trainer import NonFiniteError, Trainer
-from embeddings import IdOutOfRange, Plan
-from embeddings.communicator import Communicator
+from embeddings import IdOutOfRange
 from tests.commands import (
     arrays_of,
     dense_values,
     eval_lines,
     latest,
     table_values,
-    train_lines,
     write_visits,
 )
-from tests.sharding_cases import plan_of
 from tests.thread_ranks import ThreadRank, run_ranks
+from tests.trainer_ranks import (
+    FP64,
+    Outcome,
+    Ranks,
+    assert_close,
+    assert_equal_bits,
+    assert_same_on_all_ranks,
+    fit,
+    read_tables,
+    rules,
+)
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("one_thread")]
-
-# (sparse rule, dense rule of the same kind)
-RULES = [("sgd", "sgd"), ("adagrad", "adagrad"), ("rowwise_adagrad", "adagrad"), ("adam", "adam")]
-LR = {"sgd": 0.5, "adagrad": 0.1, "rowwise_adagrad": 0.1, "adam": 0.02}
-FP64 = {"precision": "fp64", "epochs": 3, "max_steps": 50, "log_every": 1}
 
 
 @pytest.fixture(scope="module")
 def visits(tmp_path_factory: pytest.TempPathFactory) -> PreparedDataset:
     """193 rows: batches of 10 leave a last one of 3."""
     return write_visits(tmp_path_factory.mktemp("visits"), 193)
-
-
-def make_config(overrides: dict[str, Any]) -> TrainRun:
-    """Tables of unequal dims, the torch backend; `overrides` as nested dictionaries."""
-    base = {
-        "data": {"name": "visits", "cache": "", "batch_size": 10, "eval_batch_size": 17},
-        "model": {
-            "embedding_dim": 4,
-            "table_dims": {"many": 6, "words": 3},
-            "bottom_mlp": [6],
-            "top_mlp": [5],
-        },
-        "launch": {"num_threads": 1},
-        "train": {"evals_per_epoch": 1, "backend": "torch"},
-    }
-    merged = OmegaConf.merge(OmegaConf.structured(TrainRun), base, overrides)
-    config: TrainRun = to_config(merged)  # type: ignore[arg-type]
-    return config
-
-
-def rules(sparse: str, dense: str, **more: Any) -> dict[str, Any]:
-    return {
-        "sparse": {"name": sparse, "lr": LR[sparse]},
-        "dense": {"name": dense, "lr": LR[dense]},
-        **more,
-    }
-
-
-@dataclass
-class Outcome:
-    """What a run came to, on one rank.
-
-    Attributes:
-        tables: every row and its state, on rank 0.
-        sizes: samples of this rank's batches.
-        kinds: its collectives in their order.
-    """
-
-    loss_last: float
-    history: list[dict[str, Any]]
-    tables: dict[str, Tensor]
-    dense: dict[str, Tensor]
-    digest: str
-    evaluated: EvalResult
-    sizes: list[int]
-    kinds: list[str]
-
-
-class Ranks:
-    """Trainers of one run in one folder.
-
-    Args:
-        dataset: what to train on.
-        folder: the run's folder, made here.
-        world_size: 1: one process without a communicator.
-        layout: of `sharding_cases.LAYOUTS`.
-        overrides: of the configuration.
-        exchange: of the plan.
-    """
-
-    def __init__(
-        self,
-        dataset: PreparedDataset,
-        folder: Path,
-        world_size: int,
-        layout: str = "table_wise",
-        overrides: dict[str, Any] | None = None,
-        exchange: str = "mixed",
-    ) -> None:
-        self.dataset, self.world_size, self.config = (
-            dataset,
-            world_size,
-            make_config(overrides or {}),
-        )
-        self.folder = RunFolder(folder)
-        tables, _ = build_tables(self.config, dataset.manifest)
-        self.plan: Plan = plan_of(layout, world_size, exchange, tables)
-
-    def trainer(self, comm: Communicator | None = None) -> Trainer:
-        folder = RunFolder.of_this_run(self.folder.path)
-        plan = None if comm is None else self.plan
-        return Trainer(self.config, self.dataset, folder, print, comm=comm, plan=plan)
-
-    def run(self, function: Callable[[Trainer], Any]) -> list[Any]:
-        """`function(trainer)` on every rank; results by rank."""
-        if self.world_size == 1:
-            return [function(self.trainer())]
-        return run_ranks(self.world_size, lambda comm: function(self.trainer(comm)))
-
-    def fit(self) -> list[Outcome]:
-        """Trains to the end."""
-        return self.run(fit)
-
-    def losses(self) -> list[float]:
-        return [line["loss"] for line in train_lines(self.folder.path)]
-
-
-def fit(trainer: Trainer) -> Outcome:
-    sizes: list[int] = []
-    step = trainer.step
-
-    def counted(planned: Any) -> float:
-        sizes.append(planned.batch.batch_size)
-        return step(planned)
-
-    trainer.step = counted  # type: ignore[method-assign]
-    trainer.fit()
-    kinds = list(getattr(trainer.comm, "kinds", []))
-    loss_last = trainer.recorder.loss_last
-    assert loss_last is not None
-    return Outcome(
-        loss_last,
-        trainer.recorder.history,
-        read_tables(trainer),
-        dense_values(trainer),
-        trainer.digest(),
-        trainer.evaluate("train").result(),
-        sizes,
-        kinds,
-    )
-
-
-def read_tables(trainer: Trainer) -> dict[str, Tensor]:
-    """Every row and its state on rank 0, nothing on the others; called by all ranks."""
-    embeddings = trainer.embeddings
-    whole = {table.name: embeddings.read(table.name, 0, table.rows) for table in embeddings.tables}
-    return {
-        f"{table}.{name}": tensor.clone()
-        for table, values in whole.items()
-        if values is not None
-        for name, tensor in values.items()
-    }
-
-
-def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, values in expected.items():
-        torch.testing.assert_close(
-            found[name], values, rtol=1e-10, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}"
-        )
-
-
-def assert_equal_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, values in expected.items():
-        assert torch.equal(found[name], values), name
-
-
-def assert_same_on_all_ranks(ranks: list[Outcome]) -> None:
-    first = ranks[0]
-    for rank in ranks[1:]:
-        assert (rank.loss_last, rank.digest) == (first.loss_last, first.digest)
-        assert (rank.history, rank.evaluated) == (first.history, first.evaluated)
-        assert_equal_bits(rank.dense, first.dense)
-        assert rank.kinds == first.kinds
 
 
 # ------------------------------------------------------------------ the same model on any ranks
@@ -687,9 +532,9 @@ def test_a_kept_model_does_not_tell_where_its_rows_were(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Kept on 3 ranks, it is to the byte what one process keeps of the same rows, state and dense
-    weights, and any number of ranks can load it."""
-    monkeypatch.setattr("dlrm.checkpoint.BLOCK_ROWS", 4)
+    """Kept on 3 ranks, it has to the bit the values that one process keeps of the same rows, state
+    and dense weights, and any number of ranks can load it."""
+    monkeypatch.setattr("dlrm.checkpoint_rows.PIECE_BYTES", 100)
     dense = "adam" if sparse == "adam" else "adagrad"
     overrides = {"train": {"max_steps": 6}, "optim": rules(sparse, dense)}
     three = Ranks(visits, tmp_path / "three", 3, layout, overrides)
@@ -713,8 +558,13 @@ def test_a_kept_model_does_not_tell_where_its_rows_were(
         assert len(values) > 1
         copy.embeddings.store.write(table.name, 0, values)
     assert copy.digest() == kept.digest
-    copy.checkpoints.save(6, copy.model, copy.embeddings, copy.dense_optimizer, is_best=False)
-    assert_same_files(latest(three.folder.path), latest(alone.folder.path))
+    contents = Contents.of(Progress(6), copy.model, copy.embeddings, copy.dense_optimizer)
+    copy.checkpoints.save(contents, copy.comm, is_best=False)
+    expected = arrays_of(latest(alone.folder.path))
+    found = arrays_of(latest(three.folder.path))
+    assert found.keys() == expected.keys()
+    for name, values in expected.items():
+        np.testing.assert_array_equal(found[name], values, err_msg=name)
 
     weights = {name: t for name, t in kept.tables.items() if name.endswith(".weight")}
     for world_size, other in ((1, "table_wise"), (2, "row_wise"), (3, layout), (4, "mixed")):
@@ -734,13 +584,6 @@ def load(run_dir: Path) -> Callable[[Trainer], tuple[dict[str, Tensor], dict[str
         return read_tables(trainer), dense_values(trainer), result
 
     return run
-
-
-def assert_same_files(found: Path, expected: Path) -> None:
-    files = {path.relative_to(expected) for path in expected.rglob("*") if path.is_file()}
-    assert {path.relative_to(found) for path in found.rglob("*") if path.is_file()} == files
-    for file in files:
-        assert (found / file).read_bytes() == (expected / file).read_bytes(), file
 
 
 def test_the_best_model_comes_back_on_all_ranks(

@@ -1,0 +1,305 @@
+"""Runs of real processes that are told to end, or lose one of theirs, and go on.
+
+tests/unit/test_resume.py has the many cases, on ranks that are threads.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from tests.commands import dlrm, latest, read_metrics, read_result, train_lines, without_plots
+from tests.dist.test_launch import is_alive, wait_for
+
+pytestmark = pytest.mark.timeout(150)
+
+CHECKOUT = Path(__file__).parents[2]
+NUM_STEPS = 400
+EVERY = 120
+RUN = (
+    "data.root=prepared",
+    "data.synthetic.num_train=12800",
+    "data.synthetic.num_valid=256",
+    "data.synthetic.num_test=256",
+    "data.synthetic.cardinality_scale=0.0001",
+    "data.batch_size=32",
+    "model.bottom_mlp=[16]",
+    "model.top_mlp=[16]",
+    "optim.sparse.name=adam",
+    "optim.dense.name=adam",
+    "optim.schedule.warmup_steps=8",
+    "train.evals_per_epoch=1",
+    "train.log_every=1",
+    "launch.num_threads=1",
+)
+# The command. Shells start what runs in the background with SIGINT ignored, which would stay so:
+# these tests may be run there, too.
+COMMAND = (
+    "-c",
+    "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    "from dlrm.__main__ import main; main()",
+)
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where all commands are started, with the prepared dataset."""
+    return tmp_path_factory.mktemp("resume")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(folder: Path) -> Callable[[int], Path]:
+    """The folder of a run that nobody disturbs, by the number of processes; made once."""
+    known: dict[int, Path] = {}
+
+    def run(world_size: int) -> Path:
+        if world_size not in known:
+            known[world_size] = folder / f"undisturbed-{world_size}"
+            place = f"hydra.run.dir={known[world_size]}"
+            with pytest.MonkeyPatch.context() as patched:
+                patched.chdir(folder)
+                without_plots(patched)
+                assert dlrm("train", *RUN, f"launch.nproc={world_size}", place) == 0
+        return known[world_size]
+
+    return run
+
+
+class Runs:
+    """Commands in sessions of their own, of which nothing is left in the end."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._started: list[subprocess.Popen[str]] = []
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        """Starts Python with these arguments."""
+        launcher = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        inherited = {key: value for key, value in os.environ.items() if key not in launcher}
+        process = subprocess.Popen(
+            [sys.executable, *arguments],
+            cwd=self._folder,
+            env=inherited | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(CHECKOUT)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self._started.append(process)
+        return process
+
+    def end_all(self) -> None:
+        """Kills what still runs, workers first: they are in sessions of their own."""
+        for process in self._started:
+            for pid in (*workers_of(process).values(), process.pid):
+                with suppress(ProcessLookupError):
+                    os.killpg(pid, signal.SIGKILL)
+            process.communicate(timeout=30)
+
+
+@pytest.fixture
+def runs(folder: Path) -> Iterator[Runs]:
+    started = Runs(folder)
+    yield started
+    started.end_all()
+
+
+def workers_of(launcher: subprocess.Popen[str]) -> dict[int, int]:
+    """Process numbers of a launcher's workers, by rank."""
+    found = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError, ValueError):
+            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent == launcher.pid and is_alive(int(entry.name)):
+                environment = (entry / "environ").read_bytes().split(b"\0")
+                ranks = [e.partition(b"=")[2] for e in environment if e.startswith(b"RANK=")]
+                if ranks:
+                    found[int(ranks[0])] = int(entry.name)
+    return found
+
+
+def steps_done(run_dir: Path) -> int:
+    """The last step that a run has written down; 0 before it has."""
+    with suppress(OSError, ValueError, IndexError):
+        return int(train_lines(run_dir)[-1]["step"])
+    return 0
+
+
+def await_step(process: subprocess.Popen[str], run_dir: Path, step: int) -> None:
+    wait_for(lambda: steps_done(run_dir) >= step or process.poll() is not None, f"step {step}", 60)
+    if process.poll() is not None:
+        _, err = process.communicate(timeout=30)
+        pytest.fail(f"ended with {process.returncode} before step {step}: {err}")
+
+
+def assert_ends_as(run_dir: Path, expected: Path) -> None:
+    """What the two runs come to; and no step is written down twice."""
+    found, other = read_result(run_dir), read_result(expected)
+    for key in ("status", "world_size", "model_digest", "plan_digest", "eval", "comm"):
+        assert found[key] == other[key], key
+    assert "stopped" not in found
+    for line, expected_line in zip(read_metrics(run_dir), read_metrics(expected), strict=True):
+        for key in ("step", "samples", "epoch", "loss", "lr_dense", "lr_sparse", "eval"):
+            assert line.get(key) == expected_line.get(key), (line, expected_line)
+    assert latest(run_dir).name == f"step-{NUM_STEPS:06d}"
+
+
+# ------------------------------------------------------------------------------------- signals
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_signal_ends_a_run_in_order_and_the_printed_command_goes_on(
+    world_size: int, runs: Runs, undisturbed: Callable[[int], Path], folder: Path
+) -> None:
+    """SIGTERM, later SIGINT, to the process that the user has started; then to the end."""
+    expected = undisturbed(world_size)
+    run_dir = folder / f"stopped-{world_size}"
+    command = ["train", *RUN, f"launch.nproc={world_size}", f"hydra.run.dir={run_dir.name}"]
+    wanted = 10
+    for number, status in ((signal.SIGTERM, 143), (signal.SIGINT, 130)):
+        process = runs.start(*COMMAND, *command)
+        await_step(process, run_dir, wanted)
+        workers = workers_of(process)
+        assert len(workers) == (world_size if world_size > 1 else 0)
+        process.send_signal(number)
+        _, err = process.communicate(timeout=60)
+        assert process.returncode == status, err
+        assert not any(map(is_alive, workers.values()))
+        result = read_result(run_dir)
+        step = result["stopped"]["step"]
+        assert result["stopped"]["signal"] == number
+        assert wanted <= step < NUM_STEPS
+        assert result["status"] == (
+            f"failed: stopped by {number.name} after step {step}, which is kept"
+        )
+        assert latest(run_dir).name == f"step-{step:06d}"
+        assert steps_done(run_dir) == step
+        lines = err.splitlines()
+        assert "Traceback" not in err
+        assert len(lines) == 3, err
+        assert lines[0].startswith(f"dlrm: {number.name}: the run keeps its state after this step")
+        assert (
+            lines[1]
+            == f"dlrm: stopped by {number.name} after step {step}, which is kept; go on with:"
+        )
+        name, *command = shlex.split(lines[2])
+        assert name == "dlrm"
+        wanted = step + 10
+    process = runs.start(*COMMAND, *command)
+    out, err = process.communicate(timeout=90)
+    assert process.returncode == 0, err
+    assert f"resume  step {step} of {latest(run_dir).parent / f'step-{step:06d}'}" in out
+    assert_ends_as(run_dir, expected)
+
+
+def test_a_second_signal_ends_at_once(
+    runs: Runs, undisturbed: Callable[[int], Path], folder: Path
+) -> None:
+    """Workers that still start can't see the first; nothing is kept, and nobody is left."""
+    undisturbed(2)
+    run_dir = folder / "twice"
+    process = runs.start(*COMMAND, "train", *RUN, "launch.nproc=2", f"hydra.run.dir={run_dir}")
+    wait_for(lambda: len(workers_of(process)) == 2, "both workers", 60)
+    workers = workers_of(process)
+    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode in (143, 130), err  # The kernel says which comes first.
+    assert "Traceback" not in err
+    assert err.startswith("dlrm: SIG")
+    assert not any(map(is_alive, workers.values()))
+    assert not (run_dir / "checkpoints").exists()
+    assert read_result(run_dir)["status"].startswith("failed: ")
+
+
+def test_a_worker_of_ours_that_is_told_to_end_is_named(
+    runs: Runs, undisturbed: Callable[[int], Path], folder: Path
+) -> None:
+    """Only the launcher ends a run in order. The others don't hang; the checkpoint before stays."""
+    expected = undisturbed(2)
+    run_dir = folder / "one"
+    command = ["train", *RUN, "launch.nproc=2", "train.checkpoint_every=5"]
+    process = runs.start(*COMMAND, *command, f"hydra.run.dir={run_dir}")
+    await_step(process, run_dir, 10)
+    os.kill(workers_of(process)[1], signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "dlrm: rank 1 of 2 " in err
+    assert latest(run_dir).is_dir()
+    assert expected.is_dir()
+
+
+# ----------------------------------------------------------------------------- an outer torchrun
+
+
+def test_one_rank_of_torchrun_that_is_told_to_end_ends_all_in_order(
+    runs: Runs, undisturbed: Callable[[int], Path], folder: Path
+) -> None:
+    """After the same step, which is kept: a node that is taken away tells only its own ranks."""
+    expected = undisturbed(2)
+    run_dir = folder / "told"
+    command = (*TORCHRUN, "-m", "dlrm", "train", *RUN, f"hydra.run.dir={run_dir}")
+    process = runs.start(*command)
+    await_step(process, run_dir, 10)
+    workers = workers_of(process)
+    os.kill(workers[1], signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1  # torchrun's own status, for the first rank's 143.
+    assert not any(map(is_alive, workers.values()))
+    stopped = read_result(run_dir)["stopped"]
+    assert stopped["signal"] == signal.SIGTERM
+    assert latest(run_dir).name == f"step-{stopped['step']:06d}"
+    assert f"after step {stopped['step']}, which is kept; go on with:\n  the same torchrun" in err
+    process = runs.start(*command, "train.resume=latest")
+    _, err = process.communicate(timeout=90)
+    assert process.returncode == 0, err
+    assert_ends_as(run_dir, expected)
+
+
+def test_torchrun_restarts_a_run_that_goes_on_by_itself(
+    runs: Runs, undisturbed: Callable[[int], Path], folder: Path
+) -> None:
+    """A rank is killed before the first checkpoint, so that all begin anew; and another one after
+    it, so that they go on from there."""
+    expected = undisturbed(2)
+    run_dir = folder / "restarted"
+    process = runs.start(
+        *TORCHRUN,
+        "--max-restarts=2",
+        "-m",
+        "dlrm",
+        "train",
+        *RUN,
+        f"train.checkpoint_every={EVERY}",
+        f"hydra.run.dir={run_dir}",
+    )
+    await_step(process, run_dir, 5)
+    first = workers_of(process)
+    assert not (run_dir / "checkpoints").exists(), "killed too late"
+    os.kill(first[1], signal.SIGKILL)
+    wait_for(
+        lambda: (
+            len(workers_of(process)) == 2
+            and not set(first.values()) & set(workers_of(process).values())
+        ),
+        "the second group",
+        60,
+    )
+    second = workers_of(process)
+    wait_for(lambda: (run_dir / "checkpoints" / "latest").exists(), "a checkpoint", 60)
+    os.kill(second[0], signal.SIGKILL)
+    out, err = process.communicate(timeout=90)
+    assert process.returncode == 0, err
+    resumed = [line for line in out.splitlines() if line.startswith("resume  step ")]
+    assert len(resumed) == 1, out
+    assert resumed[0].startswith(f"resume  step {EVERY} of ")
+    assert_ends_as(run_dir, expected)
