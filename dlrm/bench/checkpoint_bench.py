@@ -95,6 +95,7 @@ def bench_checkpoint(session: Session) -> list[str]:
         lambda variant, _: (measure_checkpoint, (work(variant),)),
         checkpoint_yardstick(found.append),
         _describe(config, plan),
+        rotates=True,
     )
     try:
         problems = take_turns(turns, session)

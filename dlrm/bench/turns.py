@@ -9,6 +9,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from data.errors import UserError
@@ -61,17 +62,31 @@ class Bench:
     """A benchmark that is ready to be measured.
 
     Attributes:
-        variants: what is measured, in the order of a turn.
+        variants: what is measured, in the order of the first turn.
         work: what measures a variant, given all earlier measurements; it returns figures, among
             them the yardstick's, `note` and `num_threads`.
         yardstick: what they are compared by.
         description: what the user is to know of the conditions, by a word of at most 7 letters.
+        rotates: each turn begins with another side within each operation: where what went before,
+            such as a disk that is still busy, would always fall on the same one.
     """
 
     variants: Sequence[Variant]
     work: Callable[[Variant, Sequence[Measurement]], Work]
     yardstick: Yardstick
     description: dict[str, str]
+    rotates: bool = False
+
+    def of_turn(self, repeat: int) -> list[Variant]:
+        """The variants in the order of that turn."""
+        if not self.rotates:
+            return list(self.variants)
+        ordered = []
+        for _, group in groupby(self.variants, lambda variant: variant.precision):
+            sides = list(group)
+            first = repeat % len(sides)
+            ordered += sides[first:] + sides[:first]
+        return ordered
 
 
 def take_turns(bench: Bench, session: Session) -> list[str]:
@@ -86,7 +101,7 @@ def take_turns(bench: Bench, session: Session) -> list[str]:
     measurements: list[Measurement] = []
     num_all = repeats * len(bench.variants)
     for repeat in range(repeats):
-        for variant in bench.variants:
+        for variant in bench.of_turn(repeat):
             if any(m.variant == variant and m.failure is not None for m in measurements):
                 continue
             found = _measure(bench, variant, repeat, measurements, session)
