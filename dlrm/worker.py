@@ -16,22 +16,27 @@ import signal
 import sys
 import time
 import traceback
+import uuid
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dlrm.heap import keep_heap
 from dlrm.heartbeat import NO_STEP, START, Heartbeat, NoHeartbeat, heartbeat_file
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 START_TIMEOUT_S = 60.0
 """Ranks may be that far apart until all are up, whatever `launch.timeout_s`: a cold import."""
 
 # Errors of these packages that are ValueErrors are the user's to mend (as in dlrm/__main__.py).
 _OUR_PACKAGES = ("data", "embeddings", "dlrm")
+_POLL_S = 0.02
 _PR_SET_PDEATHSIG = 1
 _CLONE_NEWNET = 0x40000000
 
@@ -158,6 +163,7 @@ def run_as_rank(task: Task, context: WorkerContext) -> Any:
     context.heartbeat.beat(NO_STEP, START)
     start_timeout = timedelta(seconds=max(task.timeout_s, START_TIMEOUT_S))
     store, rank, world_size = next(dist.rendezvous("env://", timeout=start_timeout))
+    store = _store_of_group(store, rank, world_size, start_timeout)
     # Only once all are up does `timeout_s` count: ranks may differ by seconds in their imports.
     store.set(f"up/{rank}", "")
     store.wait([f"up/{other}" for other in range(world_size)], start_timeout)
@@ -176,6 +182,35 @@ def run_as_rank(task: Task, context: WorkerContext) -> Any:
     # Not after a failure: it can wait for ranks that are gone.
     dist.destroy_process_group()
     return value
+
+
+def _store_of_group(store: Store, rank: int, world_size: int, timeout: timedelta) -> Store:
+    """A part of the store that only these processes share.
+
+    torchrun keeps one store for all groups of workers that it starts, with what those before have
+    left: addresses of ranks that are gone (pytorch/pytorch#135712), which gloo would connect to.
+    Nor is the number of restarts the same on all hosts. So each rank says who it is, and the first
+    one answers with a name for the group, until all have it; what it tells those of before, nobody
+    reads.
+    """
+    from torch.distributed import PrefixStore
+
+    own = uuid.uuid4().hex
+    if rank != 0:
+        store.set(f"hello/{rank}", own)
+        group = PrefixStore(store.get(f"group/{own}").decode(), store)
+        group.set(f"named/{rank}", "")
+        return group
+    group = PrefixStore(own, store)
+    others = range(1, world_size)
+    until_s = time.monotonic() + timeout.total_seconds()
+    # After that, the caller's wait tells who is missing.
+    while not group.check([f"named/{r}" for r in others]) and time.monotonic() < until_s:
+        for other in others:
+            if store.check([f"hello/{other}"]):
+                store.set(f"group/{store.get(f'hello/{other}').decode()}", own)
+        time.sleep(_POLL_S)
+    return group
 
 
 def brief_warnings(*, shown: bool) -> None:

@@ -6,6 +6,7 @@ tests/unit/test_resume.py has the many cases, on ranks that are threads.
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.timeout(150)
 
 CHECKOUT = Path(__file__).parents[2]
 NUM_STEPS = 400
-EVERY = 120
+EVERY = 100
 RUN = (
     "data.root=prepared",
     "data.synthetic.num_train=12800",
@@ -40,20 +41,25 @@ RUN = (
     "train.log_every=1",
     "launch.num_threads=1",
 )
-# The command. Shells start what runs in the background with SIGINT ignored, which would stay so:
-# these tests may be run there, too.
-COMMAND = (
-    "-c",
-    "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
-    "from dlrm.__main__ import main; main()",
-)
+# The command, without the report's plots. Shells start what runs in the background with SIGINT
+# ignored, which would stay so: these tests may be run there, too.
+COMMAND = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+import dlrm.report
+from dlrm.__main__ import main
+dlrm.report.write_report = lambda folder: folder / "report.html"
+main()
+"""
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where all commands are started, with the prepared dataset."""
-    return tmp_path_factory.mktemp("resume")
+    """Where all commands are started: the program, and the data, prepared by the first run."""
+    found = tmp_path_factory.mktemp("resume")
+    (found / "command.py").write_text(COMMAND)
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -135,17 +141,36 @@ def steps_done(run_dir: Path) -> int:
 
 
 def await_step(process: subprocess.Popen[str], run_dir: Path, step: int) -> None:
-    wait_for(lambda: steps_done(run_dir) >= step or process.poll() is not None, f"step {step}", 60)
+    """Waits until a step is written down."""
+    _await(process, lambda: steps_done(run_dir) >= step, f"step {step}")
+
+
+def await_checkpoint(process: subprocess.Popen[str], run_dir: Path, step: int) -> None:
+    """Waits until the checkpoint of a step, or a later one, is the latest."""
+    _await(process, lambda: step_kept(run_dir) >= step, f"the checkpoint of step {step}")
+
+
+def step_kept(run_dir: Path) -> int:
+    """Of the latest checkpoint; 0 where there is none."""
+    with suppress(OSError):
+        return int(latest(run_dir).name.removeprefix("step-"))
+    return 0
+
+
+def _await(process: subprocess.Popen[str], condition: Callable[[], bool], what: str) -> None:
+    wait_for(lambda: condition() or process.poll() is not None, what, 60)
     if process.poll() is not None:
         _, err = process.communicate(timeout=30)
-        pytest.fail(f"ended with {process.returncode} before step {step}: {err}")
+        pytest.fail(f"ended with {process.returncode} before {what}: {err}")
 
 
 def assert_ends_as(run_dir: Path, expected: Path) -> None:
     """What the two runs come to; and no step is written down twice."""
     found, other = read_result(run_dir), read_result(expected)
-    for key in ("status", "world_size", "model_digest", "plan_digest", "eval", "comm"):
+    for key in ("status", "world_size", "model_digest", "plan_digest", "eval"):
         assert found[key] == other[key], key
+    for key in ("collectives_per_step", "dense_collectives_per_step"):
+        assert found["comm"][key] == other["comm"][key], key
     assert "stopped" not in found
     for line, expected_line in zip(read_metrics(run_dir), read_metrics(expected), strict=True):
         for key in ("step", "samples", "epoch", "loss", "lr_dense", "lr_sparse", "eval"):
@@ -158,15 +183,22 @@ def assert_ends_as(run_dir: Path, expected: Path) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_signal_ends_a_run_in_order_and_the_printed_command_goes_on(
-    world_size: int, runs: Runs, undisturbed: Callable[[int], Path], folder: Path
+    world_size: int,
+    runs: Runs,
+    undisturbed: Callable[[int], Path],
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     """SIGTERM, later SIGINT, to the process that the user has started; then to the end."""
+    without_plots(monkeypatch)
+    monkeypatch.chdir(folder)
     expected = undisturbed(world_size)
     run_dir = folder / f"stopped-{world_size}"
     command = ["train", *RUN, f"launch.nproc={world_size}", f"hydra.run.dir={run_dir.name}"]
     wanted = 10
     for number, status in ((signal.SIGTERM, 143), (signal.SIGINT, 130)):
-        process = runs.start(*COMMAND, *command)
+        process = runs.start("command.py", *command)
         await_step(process, run_dir, wanted)
         workers = workers_of(process)
         assert len(workers) == (world_size if world_size > 1 else 0)
@@ -178,25 +210,21 @@ def test_a_signal_ends_a_run_in_order_and_the_printed_command_goes_on(
         step = result["stopped"]["step"]
         assert result["stopped"]["signal"] == number
         assert wanted <= step < NUM_STEPS
-        assert result["status"] == (
-            f"failed: stopped by {number.name} after step {step}, which is kept"
-        )
         assert latest(run_dir).name == f"step-{step:06d}"
         assert steps_done(run_dir) == step
         lines = err.splitlines()
         assert "Traceback" not in err
         assert len(lines) == 3, err
         assert lines[0].startswith(f"dlrm: {number.name}: the run keeps its state after this step")
-        assert (
-            lines[1]
-            == f"dlrm: stopped by {number.name} after step {step}, which is kept; go on with:"
-        )
+        told = f"stopped by {number.name} after step {step}, which is kept"
+        assert lines[1] == f"dlrm: {told}; go on with:"
+        assert result["status"] == f"failed: {told}"
         name, *command = shlex.split(lines[2])
         assert name == "dlrm"
         wanted = step + 10
-    process = runs.start(*COMMAND, *command)
-    out, err = process.communicate(timeout=90)
-    assert process.returncode == 0, err
+    capfd.readouterr()
+    assert dlrm(*command) == 0
+    out = capfd.readouterr().out
     assert f"resume  step {step} of {latest(run_dir).parent / f'step-{step:06d}'}" in out
     assert_ends_as(run_dir, expected)
 
@@ -207,7 +235,7 @@ def test_a_second_signal_ends_at_once(
     """Workers that still start can't see the first; nothing is kept, and nobody is left."""
     undisturbed(2)
     run_dir = folder / "twice"
-    process = runs.start(*COMMAND, "train", *RUN, "launch.nproc=2", f"hydra.run.dir={run_dir}")
+    process = runs.start("command.py", "train", *RUN, "launch.nproc=2", f"hydra.run.dir={run_dir}")
     wait_for(lambda: len(workers_of(process)) == 2, "both workers", 60)
     workers = workers_of(process)
     process.send_signal(signal.SIGINT)
@@ -221,85 +249,41 @@ def test_a_second_signal_ends_at_once(
     assert read_result(run_dir)["status"].startswith("failed: ")
 
 
-def test_a_worker_of_ours_that_is_told_to_end_is_named(
-    runs: Runs, undisturbed: Callable[[int], Path], folder: Path
-) -> None:
-    """Only the launcher ends a run in order. The others don't hang; the checkpoint before stays."""
-    expected = undisturbed(2)
-    run_dir = folder / "one"
-    command = ["train", *RUN, "launch.nproc=2", "train.checkpoint_every=5"]
-    process = runs.start(*COMMAND, *command, f"hydra.run.dir={run_dir}")
-    await_step(process, run_dir, 10)
-    os.kill(workers_of(process)[1], signal.SIGTERM)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 1
-    assert "dlrm: rank 1 of 2 " in err
-    assert latest(run_dir).is_dir()
-    assert expected.is_dir()
-
-
 # ----------------------------------------------------------------------------- an outer torchrun
-
-
-def test_one_rank_of_torchrun_that_is_told_to_end_ends_all_in_order(
-    runs: Runs, undisturbed: Callable[[int], Path], folder: Path
-) -> None:
-    """After the same step, which is kept: a node that is taken away tells only its own ranks."""
-    expected = undisturbed(2)
-    run_dir = folder / "told"
-    command = (*TORCHRUN, "-m", "dlrm", "train", *RUN, f"hydra.run.dir={run_dir}")
-    process = runs.start(*command)
-    await_step(process, run_dir, 10)
-    workers = workers_of(process)
-    os.kill(workers[1], signal.SIGTERM)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 1  # torchrun's own status, for the first rank's 143.
-    assert not any(map(is_alive, workers.values()))
-    stopped = read_result(run_dir)["stopped"]
-    assert stopped["signal"] == signal.SIGTERM
-    assert latest(run_dir).name == f"step-{stopped['step']:06d}"
-    assert f"after step {stopped['step']}, which is kept; go on with:\n  the same torchrun" in err
-    process = runs.start(*command, "train.resume=latest")
-    _, err = process.communicate(timeout=90)
-    assert process.returncode == 0, err
-    assert_ends_as(run_dir, expected)
 
 
 def test_torchrun_restarts_a_run_that_goes_on_by_itself(
     runs: Runs, undisturbed: Callable[[int], Path], folder: Path
 ) -> None:
-    """A rank is killed before the first checkpoint, so that all begin anew; and another one after
-    it, so that they go on from there."""
+    """A rank is killed before the first checkpoint: all begin anew. Another one is killed after it:
+    all go on from there. One is told to end: all end after the same step, and go on after it."""
     expected = undisturbed(2)
     run_dir = folder / "restarted"
-    process = runs.start(
-        *TORCHRUN,
-        "--max-restarts=2",
-        "-m",
-        "dlrm",
-        "train",
-        *RUN,
-        f"train.checkpoint_every={EVERY}",
-        f"hydra.run.dir={run_dir}",
-    )
+    every = f"train.checkpoint_every={EVERY}"
+    command = ("command.py", "train", *RUN, every, f"hydra.run.dir={run_dir}")
+    process = runs.start(*TORCHRUN, "--max-restarts=3", *command)
     await_step(process, run_dir, 5)
     first = workers_of(process)
     assert not (run_dir / "checkpoints").exists(), "killed too late"
     os.kill(first[1], signal.SIGKILL)
-    wait_for(
-        lambda: (
-            len(workers_of(process)) == 2
-            and not set(first.values()) & set(workers_of(process).values())
-        ),
-        "the second group",
-        60,
-    )
+    await_checkpoint(process, run_dir, EVERY)
     second = workers_of(process)
-    wait_for(lambda: (run_dir / "checkpoints" / "latest").exists(), "a checkpoint", 60)
+    assert not set(first.values()) & set(second.values())
     os.kill(second[0], signal.SIGKILL)
+    kept = step_kept(run_dir)
+    await_checkpoint(process, run_dir, kept + EVERY)
+    third = workers_of(process)
+    os.kill(third[1], signal.SIGTERM)
     out, err = process.communicate(timeout=90)
     assert process.returncode == 0, err
-    resumed = [line for line in out.splitlines() if line.startswith("resume  step ")]
-    assert len(resumed) == 1, out
-    assert resumed[0].startswith(f"resume  step {EVERY} of ")
+    told = re.findall(
+        r"dlrm: stopped by SIGTERM after step (\d+), which is kept; go on with:\n(.*)", err
+    )
+    assert len(told) == 1, err
+    step, how = told[0]
+    assert kept + EVERY <= int(step) < NUM_STEPS
+    assert how == f"  the same torchrun command and train.resume=latest hydra.run.dir={run_dir}"
+    resumed = re.findall(r"resume  step (\d+) of ", out)
+    assert resumed == [f"{kept}", step]
+    assert not any(map(is_alive, (*first.values(), *second.values(), *third.values())))
     assert_ends_as(run_dir, expected)
