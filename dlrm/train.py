@@ -11,7 +11,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from signal import SIGTERM
 from typing import Any
 
 import torch
@@ -362,7 +361,9 @@ def train_rank(context: WorkerContext, task: TrainTask, say: Callable[[str], Non
                 result["memory"] = trainer.memory()
         # What follows communicates: not after a failure.
         if trainer.is_stopped:
-            result["stopped"] = {"step": trainer.steps_done, "signal": stop.number or SIGTERM}
+            # Perhaps the signal, or the launcher's word of it, came to another rank only.
+            number = max(comm.all_gather_object(stop.number))
+            result["stopped"] = {"step": trainer.steps_done, "signal": number}
             return
         result["model_digest"] = trainer.digest()
         result["memory"] = trainer.memory()
