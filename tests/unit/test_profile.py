@@ -221,7 +221,9 @@ def test_a_profiled_run_trains_the_same_model_to_the_bit(
     assert sum(o["share"] for o in operators) == pytest.approx(1, abs=0.01)
 
     assert "profile steps 3 to 4 of rank 0" in captured.out
-    assert "aten::addmm" in captured.out
+    assert "aten::addmm" in {o["name"] for o in operators}
+    # Which operators take longest is a matter of time; that the first one is told isn't.
+    assert profile["operators_top"][0]["name"] in captured.out
     assert captured.err == "", "the profiler's own words reached the terminal"
     assert max(len(line) for line in describe_profile(profile)) <= 100
 
