@@ -274,7 +274,7 @@ class _OwnSide:
     """`Checkpoints.save` and `load_training`."""
 
     note = (
-        "Checkpoints.save and load_training: a digest for each 4 MiB written with it, checked "
+        "Checkpoints.save and load_training: a digest for each MiB written with it, checked "
         "when it is read; a dense network of 0.3 M weights besides, not counted"
     )
     is_checked = True

@@ -106,10 +106,11 @@ class Runs:
     def end_all(self) -> None:
         """Kills what still runs, workers first: they are in sessions of their own."""
         for process in self._started:
-            for pid in (*workers_of(process).values(), process.pid):
-                with suppress(ProcessLookupError):
-                    os.killpg(pid, signal.SIGKILL)
-            process.communicate(timeout=30)
+            if process.poll() is None:  # Else its number may be another's by now.
+                for pid in (*workers_of(process).values(), process.pid):
+                    with suppress(ProcessLookupError):
+                        os.killpg(pid, signal.SIGKILL)
+                process.communicate(timeout=30)
 
 
 @pytest.fixture
