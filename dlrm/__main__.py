@@ -16,6 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
+from dlrm.stop import RunStopped
+
 VERBS = {
     "prepare": "raw files → a prepared dataset folder",
     "train": "train a model (with no argument: on built-in synthetic data) and report",
@@ -143,17 +145,14 @@ def _run_verb(verb: str, arguments: list[str]) -> int:
         return 130
     except Exception as error:
         return _report(verb, error)
-    except BaseException as error:
-        return _stopped(verb, arguments, error)
+    except RunStopped as stopped:
+        return _stopped(verb, arguments, stopped)
 
 
-def _stopped(verb: str, arguments: list[str], error: BaseException) -> int:
+def _stopped(verb: str, arguments: list[str], error: RunStopped) -> int:
     """Tells how a run that was ended in order goes on; returns the exit status of its signal."""
-    from dlrm.stop import RunStopped
     from dlrm.torchrun import under_torchrun
 
-    if not isinstance(error, RunStopped):
-        raise error
     replaced = ("hydra.run.dir=", "train.resume=", "train.overwrite=", "train.warm_start.")
     others = [a for a in arguments if not a.lstrip("+").startswith((*replaced, "-m", "--multirun"))]
     more = ["train.resume=latest", f"hydra.run.dir={error.run_dir}"]

@@ -130,18 +130,13 @@ def _tensors(contents: Contents) -> Sequence[Tensor]:
 
 
 def _check_memory(comm: Communicator, num_bytes: int) -> None:
-    own = (socket.gethostname(), num_bytes, available_bytes())
-    lacking = None
-    of_ranks = comm.all_gather_object(own)
+    of_ranks = comm.all_gather_object((socket.gethostname(), num_bytes, available_bytes()))
     for host in sorted({host for host, *_ in of_ranks}):
         wanted = sum(size for other, size, _ in of_ranks if other == host)
         free = min((f for other, _, f in of_ranks if other == host and f is not None), default=None)
         if free is not None and wanted > free:
-            lacking = lacking or (host, wanted, free)
-    if lacking is not None:
-        host, wanted, free = lacking
-        raise UserError(
-            f"train.checkpoint_async=true copies {wanted / 2**20:,.0f} MiB of rows and state on "
-            f"{host}, which has {free / 2**20:,.0f} MiB of memory left; leave it out: checkpoints "
-            "are then written from where the rows are"
-        )
+            raise UserError(
+                f"train.checkpoint_async=true copies {wanted / 2**20:,.0f} MiB of rows and state "
+                f"on {host}, which has {free / 2**20:,.0f} MiB of memory left; leave it out: "
+                "checkpoints are then written from where the rows are"
+            )

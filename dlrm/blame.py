@@ -12,8 +12,8 @@ from dlrm.worker import START_TIMEOUT_S, Failure
 
 # A rank that waits in a collective has this much longer than the others: the collective's own
 # timeout, which tells more, comes first.
-_END_TIMEOUT_S = 15.0
 _WAITING_EXTRA_S = 5.0
+_END_TIMEOUT_S = 15.0
 
 
 class WorkersFailed(RuntimeError):

@@ -45,6 +45,7 @@ from dlrm.tensor_file import (
     FileDigest,
     TensorFile,
     check_size,
+    dtype_name,
     flush_folder,
     names_of,
     naming,
@@ -226,7 +227,7 @@ class Checkpoints:
         folder = self.root / f"step-{step:06d}"
         partial = self.root / f".partial-step-{step:06d}"
         # The first rank looks: the others might see the folder that it is about to make.
-        if _first_does(comm, lambda: self._prepare(folder, partial)):
+        if on_first_rank(comm, lambda: self._prepare(folder, partial)):
             files: dict[str, Any] = {}
             failure: OSError | None = None
             try:
@@ -242,8 +243,8 @@ class Checkpoints:
                     shutil.rmtree(partial, ignore_errors=True)
                 raise failed[0]
             files = {name: entry for part, _ in of_ranks for name, entry in part.items()}
-            _first_does(comm, lambda: _complete(partial, folder, contents, files))
-        _first_does(comm, lambda: self._name(folder, is_best=is_best))
+            on_first_rank(comm, lambda: _complete(partial, folder, contents, files))
+        on_first_rank(comm, lambda: self._name(folder, is_best=is_best))
 
     def find(self, which: str) -> CheckpointInfo:
         """`best` or `latest`; `best` falls back to `latest` where no evaluation had an AUC.
@@ -322,9 +323,7 @@ class Checkpoints:
         named = {self._named(name) for name in _NAMES}
         for old in self._folders()[: -self._keep]:
             if old not in named:
-                # Not whole from here on, whenever the removal is cut short.
-                (old / _INFO).unlink(missing_ok=True)
-                shutil.rmtree(old)
+                _remove(old)
 
     def drop_after(self, info: CheckpointInfo) -> None:
         """Makes one the latest: those of later steps are removed, since the run goes on from it."""
@@ -335,8 +334,7 @@ class Checkpoints:
             self._name_best_of(info.progress)
         for folder in self._folders():
             if _step_of(folder) > info.step:
-                (folder / _INFO).unlink(missing_ok=True)
-                shutil.rmtree(folder)
+                _remove(folder)
 
     def _name_best_of(self, progress: Progress) -> None:
         """Makes the best so far `best` again, where it is still there."""
@@ -409,7 +407,7 @@ def _write_common(folder: Path, contents: Contents) -> dict[str, Any]:
     return files
 
 
-def _first_does(comm: Communicator, action: Callable[[], T]) -> T:
+def on_first_rank(comm: Communicator, action: Callable[[], T]) -> T:
     """Called by all ranks: what `action` returned, or raised of the user's, on the first one."""
     outcome: T | OSError | UserError | None = None
     if comm.rank == 0:
@@ -431,7 +429,7 @@ def _complete(partial: Path, folder: Path, contents: Contents, files: dict[str, 
             name: {
                 "rows": table.rows,
                 "dim": table.dim,
-                "dtype": str(table.dtype).removeprefix("torch."),
+                "dtype": dtype_name(table.dtype),
                 "state": table.state_widths,
             }
             for name, table in contents.tables.items()
@@ -463,6 +461,12 @@ def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> di
         for name, parameter in model.named_parameters()
         for key, value in optimizer.state.get(parameter, {}).items()
     }
+
+
+def _remove(folder: Path) -> None:
+    # In this order: it isn't whole from here on, whenever the removal is cut short.
+    (folder / _INFO).unlink(missing_ok=True)
+    shutil.rmtree(folder)
 
 
 def _step_of(folder: Path) -> int:

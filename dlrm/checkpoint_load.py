@@ -11,6 +11,7 @@ from torch import nn
 from data.errors import UserError
 from dlrm.checkpoint import CheckpointInfo
 from dlrm.checkpoint_rows import RowsReader, StoredTable
+from dlrm.tensor_file import DamagedError, dtype_name
 from embeddings.communicator import Communicator
 from embeddings.sharded import ShardedEmbeddings
 from embeddings.store import WEIGHT, RowsPart, RowStore
@@ -95,12 +96,12 @@ def check_shapes(info: CheckpointInfo, tables: Sequence[TableConfig], model: nn.
 
 
 def _shape_of(table: StoredTable) -> str:
-    return f"{table.rows:,} rows of {table.dim}, {str(table.dtype).removeprefix('torch.')}"
+    return f"{table.rows:,} rows of {table.dim}, {dtype_name(table.dtype)}"
 
 
 def _check_dense(info: CheckpointInfo, model: nn.Module) -> None:
     def said(tensor: torch.Tensor) -> str:
-        return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+        return f"{tuple(tensor.shape)} {dtype_name(tensor.dtype)}"
 
     stored = {name: said(tensor) for name, tensor in info.dense().items()}
     wanted = {name: said(tensor) for name, tensor in model.state_dict().items()}
@@ -168,11 +169,15 @@ def _load_dense_state(
     for key, value in info.dense_state().items():
         name, _, state = key.rpartition("/")
         by_parameter.setdefault(name, {})[state] = value
-    for name, parameter in parameters.items():
-        if name in by_parameter:
-            optimizer.state[parameter] = by_parameter[name]
-        else:  # Stored before the first step of an optimizer that makes its state then.
-            optimizer.state.pop(parameter, None)
+    # All or none: an optimizer may keep no state, or make it in its first step.
+    if by_parameter and (missing := parameters.keys() - by_parameter.keys()):
+        raise DamagedError(
+            f"{info.folder} is damaged: no optimizer state of dense weights "
+            + ", ".join(sorted(missing))
+        )
+    optimizer.state.clear()
+    for name, values in by_parameter.items():
+        optimizer.state[parameters[name]] = values
 
 
 def on_all_ranks(comm: Communicator, load: Callable[[], None]) -> None:

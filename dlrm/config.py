@@ -320,6 +320,22 @@ class CheckRun(TrainRun):
 
     check: CheckConfig = field(default_factory=CheckConfig)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        train = self.train
+        for key, value in (
+            ("train.resume", train.resume),
+            ("train.warm_start.path", train.warm_start.path),
+            ("train.checkpoint_async", train.checkpoint_async),
+            ("train.profile", train.profile),
+        ):
+            if value:
+                warnings.warn(
+                    f"{key}={value} is ignored: `dlrm check` trains from start values and keeps "
+                    "nothing",
+                    stacklevel=3,
+                )
+
 
 @dataclass
 class BenchConfig:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,18 +11,15 @@ from torch import Tensor
 
 from data.errors import UserError
 from data.parquet import Order, PreparedDataset
-from dlrm.checkpoint import CheckpointInfo, find_checkpoint
-from dlrm.config import ExportRun, LaunchConfig, ScoreDataConfig, ScoreRun
+from dlrm.checkpoint import CheckpointInfo
+from dlrm.config import ExportRun, ScoreDataConfig, ScoreRun
 from dlrm.export_folder import ExportFolder
 from dlrm.export_model import export_model
 from dlrm.export_tables import RowQuantizer, write_npy, write_parquet, write_quantized
-from dlrm.planning import make_plan
 from dlrm.run_folder import RunFolder
 from dlrm.run_record import versions
-from dlrm.score import ScoreTask, TrainedModel, dataset_root_of, stored_config
+from dlrm.score import ScoreTask, TrainedModel, make_task
 from dlrm.scoring import evaluate
-from dlrm.sharding import ShardingConfig
-from dlrm.train import NO_BEST
 from embeddings.communicator import SingleProcess
 from embeddings.sharded import ShardedEmbeddings
 from embeddings.store import WEIGHT
@@ -39,7 +35,10 @@ def run_export(
             the folder is used, or the exported model predicts otherwise.
     """
     own_folder = RunFolder(run_dir)
-    task = open_run(config, run_dir, say)
+    # One process, whatever the run was trained with.
+    data = ScoreDataConfig(root=config.data.root, batch_size=config.data.batch_size)
+    score = ScoreRun(run=config.run, checkpoint=config.checkpoint, part=config.part, data=data)
+    task = make_task(score, run_dir, say)
     dataset = PreparedDataset(task.dataset_root)
     tables = _table_names(config, task.info, dataset)
     out = run_dir
@@ -72,30 +71,6 @@ def run_export(
         f"step {task.info.step:,})"
     )
     return values
-
-
-def open_run(config: ExportRun, run_dir: Path, say: Callable[[str], None]) -> ScoreTask:
-    """Opens the run for one process, whatever it was trained with.
-
-    Raises:
-        UserError: where the run, its checkpoint or its dataset is missing, or the dataset changed.
-    """
-    assert config.run is not None
-    run_path = Path.cwd() / Path(config.run).expanduser()
-    path = run_path / "config.yaml"
-    if not path.is_file():
-        raise UserError(f"run={config.run}: no run folder (no config.yaml in {run_path})")
-    stored = stored_config(path)
-    info = find_checkpoint(config.checkpoint, run_path, "checkpoint")
-    if config.checkpoint == "best" and info.which != "best":
-        say(NO_BEST)
-    data = ScoreDataConfig(root=config.data.root, batch_size=config.data.batch_size)
-    score = ScoreRun(run=config.run, part=config.part, data=data)
-    root = dataset_root_of(score, run_path)
-    sharding = ShardingConfig(wire=stored.sharding.wire)
-    alone = replace(stored, sharding=sharding, launch=LaunchConfig())
-    plan = make_plan(alone, PreparedDataset(root), 1).plan
-    return ScoreTask(score, run_path, alone, info, root, plan, run_dir)
 
 
 def _table_names(config: ExportRun, info: CheckpointInfo, dataset: PreparedDataset) -> list[str]:

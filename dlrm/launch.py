@@ -24,7 +24,7 @@ from data.errors import UserError
 from dlrm.blame import Verdict, WorkersFailed, describe
 from dlrm.heap import keep_heap
 from dlrm.heartbeat import Heartbeat, NoHeartbeat, heartbeat_file
-from dlrm.stop import announce, stop_on_signal
+from dlrm.stop import announce, handlers_restored, stop_on_signal
 from dlrm.watchdog import GRACE_S, Watchdog, watch_self
 from dlrm.worker import (
     RankNetwork,
@@ -255,7 +255,8 @@ def _run_elastic(
         shutdown_timeout=int(GRACE_S),
     )
     try:
-        with _quiet(), _environment(num_threads), _own_signal_handlers():
+        # The elastic launcher replaces handlers.
+        with _quiet(), _environment(num_threads), handlers_restored():
             elastic_launch(config, sys.executable)(str(program))
     except ChildFailedError as error:
         return {rank: failure.exitcode for rank, failure in error.failures.items()}
@@ -298,18 +299,6 @@ def _quiet() -> Iterator[None]:
         for logger, propagate in zip(loggers, saved, strict=True):
             logger.removeHandler(handler)
             logger.propagate = propagate
-
-
-@contextlib.contextmanager
-def _own_signal_handlers() -> Iterator[None]:
-    """Puts this process's handlers back, which the elastic launcher replaces."""
-    saved = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in saved.items():
-            if signal.getsignal(number) is not handler:
-                signal.signal(number, handler)
 
 
 def _show_cursor() -> None:

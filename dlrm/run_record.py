@@ -27,7 +27,7 @@ class RunRecord:
         run_dir: the output folder.
         world_size: number of ranks.
         resume: the run in the folder goes on.
-        overwrite: use the folder although it holds files; None: as `train.overwrite` says.
+        overwrite: use the folder although it holds files.
         more: further fields that are known at the start.
 
     Raises:
@@ -42,11 +42,9 @@ class RunRecord:
         world_size: int,
         *,
         resume: bool = False,
-        overwrite: bool | None = None,
+        overwrite: bool = False,
         **more: Any,
     ) -> None:
-        if overwrite is None:
-            overwrite = config.train.overwrite
         self.folder = RunFolder(run_dir, overwrite=overwrite, resume=resume)
         self.folder.write_text("config.yaml", config_yaml)
         self.result: dict[str, Any] = {

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 _STDERR = 2
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -68,7 +69,6 @@ def stop_on_signal(
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    saved = {n: signal.getsignal(n) for n in SIGNALS if signal.getsignal(n) is not signal.SIG_IGN}
     has_come = False
 
     def handle(number: int, frame: FrameType | None) -> None:
@@ -83,13 +83,23 @@ def stop_on_signal(
         else:
             raise SystemExit(128 + number)
 
-    for number in saved:
-        signal.signal(number, handle)
-    try:
+    with handlers_restored() as saved:
+        for number, handler in saved.items():
+            if handler is not signal.SIG_IGN:
+                signal.signal(number, handle)
         yield
+
+
+@contextmanager
+def handlers_restored() -> Iterator[dict[signal.Signals, Any]]:
+    """At the end the handlers of `SIGNALS` are those of the beginning, which it yields."""
+    saved = {number: signal.getsignal(number) for number in SIGNALS}
+    try:
+        yield saved
     finally:
         for number, handler in saved.items():
-            signal.signal(number, handler)
+            if signal.getsignal(number) is not handler:
+                signal.signal(number, handler)
 
 
 def announce(number: int) -> None:

@@ -25,7 +25,6 @@ from data.errors import UserError
 
 BLOCK_BYTES = 1 << 20
 """What a digest is of, counted from the file's start; and what a reader keeps of each file."""
-_PIECE_BYTES = 1 << 20
 _ALIGN_BYTES = 64
 _DTYPES = {
     "F64": torch.float64,
@@ -121,7 +120,7 @@ class TensorFileWriter:
     def _put(self, view: memoryview) -> None:
         position = 0
         while position < len(view):
-            size = min(_PIECE_BYTES, BLOCK_BYTES - self._in_block, len(view) - position)
+            size = min(BLOCK_BYTES - self._in_block, len(view) - position)
             piece = view[position : position + size]
             self._digest.update(piece)  # What the cache holds now is written from there.
             written = 0
@@ -198,17 +197,15 @@ class CheckedFile:
         self.close()
 
     def _read_block(self, number: int, first: int, target: np.ndarray) -> None:
-        view, position, digest = target.data, 0, xxhash.xxh3_64()
+        view, position = target.data, 0
         self._file.seek(first)
         while position < len(view):
             with naming(self._path):
-                piece = view[position : position + _PIECE_BYTES]
-                count = self._file.readinto(piece)  # type: ignore[attr-defined]
+                count = self._file.readinto(view[position:])  # type: ignore[attr-defined]
             if not count:
                 break
-            digest.update(piece[:count])  # While the cache holds it.
             position += count
-        if position < len(view) or digest.hexdigest() != self._digest.blocks[number]:
+        if position < len(view) or xxhash.xxh3_64_hexdigest(view) != self._digest.blocks[number]:
             raise DamagedError(
                 f"{self._path} is damaged: bytes {first:,} to {first + len(view) - 1:,} aren't "
                 "those that were written"
@@ -284,6 +281,11 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileDigest:
         raise
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """`float32`."""
+    return str(dtype).removeprefix("torch.")
+
+
 def check_size(path: Path, num_bytes: int) -> None:
     """Refuses a file that is missing or of another size.
 
@@ -315,6 +317,8 @@ def _header(tensors: Mapping[str, TensorInfo]) -> tuple[bytes, int]:
 
 def _read_header(path: Path, file: CheckedFile, num_bytes: int) -> dict[str, TensorInfo]:
     try:
+        if num_bytes < 8:
+            raise ValueError(num_bytes)
         size = int.from_bytes(file.read(0, 8).tobytes(), "little")
         if 8 + size > num_bytes:
             raise ValueError(size)
@@ -329,7 +333,7 @@ def _read_header(path: Path, file: CheckedFile, num_bytes: int) -> dict[str, Ten
             found[name] = info
     except DamagedError:
         raise
-    except (AssertionError, *MALFORMED) as error:
+    except MALFORMED as error:
         raise DamagedError(f"{path} is damaged: its header makes no sense") from error
     return found
 

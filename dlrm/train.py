@@ -6,8 +6,8 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -17,9 +17,7 @@ import torch
 
 from data.lanes import NUM_LANES
 from data.parquet import PreparedDataset
-from dlrm.build import build_model, build_tables, communicator
-from dlrm.checkpoint import CheckpointInfo, open_checkpoint
-from dlrm.checkpoint_load import check_shapes
+from dlrm.build import communicator
 from dlrm.config import TrainRun
 from dlrm.datasets import open_dataset
 from dlrm.display import PrepareDisplay
@@ -29,22 +27,14 @@ from dlrm.metrics import BinaryMetrics, EvalResult
 from dlrm.optim import describe_semantics
 from dlrm.planning import make_plan
 from dlrm.profile import PROFILE_FOLDER, StepProfiler, describe_profile, profiled_steps
-from dlrm.resume import (
-    ResumePoint,
-    check_fits,
-    find_resume_point,
-    is_restarted,
-    stored_plan,
-    with_restarts,
-)
+from dlrm.resume import is_restarted, with_restarts
 from dlrm.run_folder import RunFolder
 from dlrm.run_record import RunRecord
 from dlrm.scoring import teacher_result
+from dlrm.starting_point import StartingPoint
 from dlrm.stop import RunStopped, StopRequest, announce, stop_on_signal
-from dlrm.tensor_file import DamagedError
 from dlrm.torchrun import launch_id, under_torchrun
 from dlrm.trainer import Trainer, eval_figures
-from dlrm.warm_start import check_warm_start, find_warm_start, warm_start
 from dlrm.worker import is_user_error
 from embeddings.communicator import Communicator, ProcessGroup, SingleProcess
 from embeddings.plan_choice import PlannedLayout
@@ -64,17 +54,14 @@ class TrainTask:
         run_dir: the run folder, claimed.
         result: result.json as far as it is known.
         layout: who owns which rows, and why.
-        resume: folders of the checkpoint to go on from, and of older ones in case it is damaged;
-            empty: start anew.
-        warm_start: folder of another run's checkpoint, whose model the run starts from.
+        start: what the model begins with.
     """
 
     config: TrainRun
     run_dir: Path
     result: dict[str, Any]
     layout: PlannedLayout
-    resume: tuple[Path, ...] = ()
-    warm_start: Path | None = None
+    start: StartingPoint
 
 
 def run_train(
@@ -106,11 +93,9 @@ def run_train(
     if under_torchrun():
         joined: dict[str, Any] = join(_train_joined, (config, config_yaml, run_dir), config.launch)
         return joined
-    resume = find_resume_point(config, run_dir)
-    warm = find_warm_start(config, run_dir)
-    _check_start(config, resume, warm)
-    with _recorded(config, config_yaml, run_dir, config.launch.nproc, say, resume) as record:
-        task = _make_task(config, record, say, resume, warm)
+    begin = _starting_point(config, run_dir)
+    with _recorded(config, config_yaml, run_dir, config.launch.nproc, say, begin) as record:
+        task = _make_task(config, record, say, begin)
         if not fresh_processes:  # A sweep's jobs would repeat 26 lines; plan.json has them.
             _announce_plan(task, say)
         start(
@@ -152,16 +137,12 @@ def _train_joined(
     is_told = False
     try:
         config = with_restarts(config, run_dir)
-        resume = find_resume_point(config, run_dir)
-        warm = find_warm_start(config, run_dir)
         with keep_beating(context.heartbeat, "prepare the data"):
-            _check_start(config, resume, warm)
-        with _recorded(config, config_yaml, run_dir, context.world_size, print, resume) as record:
+            begin = _starting_point(config, run_dir)
+        with _recorded(config, config_yaml, run_dir, context.world_size, print, begin) as record:
             with keep_beating(context.heartbeat, "prepare the data"):
                 local_world_size = int(os.environ["LOCAL_WORLD_SIZE"])
-                task = _make_task(
-                    config, record, print, resume, warm, ranks_per_host=local_world_size
-                )
+                task = _make_task(config, record, print, begin, ranks_per_host=local_world_size)
             patient.all_gather_object(task)
             is_told = True
             _announce_plan(task, print)
@@ -175,24 +156,14 @@ def _train_joined(
     return record.result
 
 
-def _check_start(config: TrainRun, resume: ResumePoint | None, warm: CheckpointInfo | None) -> None:
-    """Refuses a checkpoint that doesn't fit the run, before anything in its folder is replaced.
-
-    Raises:
-        UserError: listing what differs.
-    """
-    if resume is None and warm is None:
-        return
-    with PrepareDisplay() as display:
-        dataset = open_dataset(config.data, Path.cwd(), display)
-    if warm is not None:
-        check_warm_start(warm, config, dataset)
-    if resume is None:
-        return
-    check_fits(resume.info, config, dataset)
-    tables, _ = build_tables(config, dataset.manifest)
-    with suppress(DamagedError):  # Of its dense weights: the ranks then look for an older one.
-        check_shapes(resume.info, tables, build_model(config, dataset.manifest))
+def _starting_point(config: TrainRun, run_dir: Path) -> StartingPoint:
+    """Found and checked, before anything in the run's folder is replaced."""
+    begin = StartingPoint.find(config, run_dir)
+    if begin.is_given:
+        with PrepareDisplay() as display:
+            dataset = open_dataset(config.data, Path.cwd(), display)
+        begin.check(config, dataset)
+    return begin
 
 
 @contextmanager
@@ -202,21 +173,19 @@ def _recorded(
     run_dir: Path,
     world_size: int,
     say: Callable[[str], None],
-    resume: ResumePoint | None,
+    begin: StartingPoint,
 ) -> Iterator[RunRecord]:
     """Whatever happens within, result.json and report.html tell of it."""
     # Here: matplotlib takes a second to import, and workers have no use for it.
     from dlrm.report import write_report
 
-    goes_on = resume is not None and resume.continues_folder
-    restarted = is_restarted(run_dir)
     record = RunRecord(
         config,
         config_yaml,
         run_dir,
         world_size,
-        resume=goes_on,
-        overwrite=True if restarted else None,
+        resume=begin.continues_folder,
+        overwrite=config.train.overwrite or is_restarted(run_dir),
         **({"torchrun": launch_id()} if under_torchrun() else {}),
     )
     # Of a run that was here before, where the folder may be used again.
@@ -237,8 +206,7 @@ def _make_task(
     config: TrainRun,
     record: RunRecord,
     say: Callable[[str], None],
-    resume: ResumePoint | None,
-    warm: CheckpointInfo | None,
+    begin: StartingPoint,
     *,
     ranks_per_host: int | None = None,
 ) -> TrainTask:
@@ -261,41 +229,12 @@ def _make_task(
             f"{NUM_LANES} lanes of samples, so in many steps some of them get no samples"
         )
     layout = make_plan(config, dataset, world_size, ranks_per_host=ranks_per_host)
-    if resume is not None:
-        layout = _resumed_layout(config, resume, layout, say)
+    layout = begin.layout(config, layout, say)
     folder.write_text("plan.json", layout.plan.to_json())
     result["plan_digest"] = layout.plan.digest()
     result["plan_reasons"] = layout.reasons
     record.write()
-    candidates = resume.candidates if resume is not None else []
-    return TrainTask(
-        config,
-        folder.path,
-        result,
-        layout,
-        resume=tuple(c.folder for c in candidates),
-        warm_start=None if warm is None else warm.folder,
-    )
-
-
-def _resumed_layout(
-    config: TrainRun, resume: ResumePoint, layout: PlannedLayout, say: Callable[[str], None]
-) -> PlannedLayout:
-    """The checkpoint's plan, where nothing was asked for that differs."""
-    info, world_size = resume.info, layout.plan.world_size
-    say(f"resume  step {info.step:,} of {info.folder}")
-    try:
-        plan = stored_plan(info, config, world_size)
-    except DamagedError as error:
-        say(f"resume  {error}; rows go to a new plan")
-        return layout
-    if plan is not None:
-        return PlannedLayout(plan, dict.fromkeys(layout.reasons, "the checkpoint's"))
-    say(
-        f"resume  rows go to a new plan: the checkpoint's is of {info.values['world_size']} "
-        f"rank(s) or other sharding settings"
-    )
-    return layout
+    return TrainTask(config, folder.path, result, layout, begin)
 
 
 def train_rank(context: WorkerContext, task: TrainTask, say: Callable[[str], None] = print) -> None:
@@ -321,12 +260,7 @@ def train_rank(context: WorkerContext, task: TrainTask, say: Callable[[str], Non
         beat=context.heartbeat.beat,
         is_stop_asked=stop.asked,
     )
-    if task.resume:
-        _resume(trainer, task.resume)
-    elif task.warm_start is not None:
-        result["warm_start"] = _warm_start(
-            trainer, task.warm_start, lambda: context.heartbeat.beat(0, "load")
-        )
+    result |= task.start.load(trainer, lambda: context.heartbeat.beat(0, "load"))
     profiler: StepProfiler | None = None
     if config.train.profile:
         steps = profiled_steps(config.train, trainer.total_steps)
@@ -388,39 +322,6 @@ def _stopping_on_signals(context: WorkerContext, stop: StopRequest) -> Iterator[
 
     with stop_on_signal(first):
         yield
-
-
-def _resume(trainer: Trainer, folders: Sequence[Path]) -> None:
-    """Goes on from the first checkpoint that isn't damaged."""
-    for position, folder in enumerate(folders):
-        try:
-            trainer.resume(open_checkpoint(folder))
-            break
-        except DamagedError as error:
-            if position == len(folders) - 1:
-                raise
-            trainer.say(f"resume  {error}")
-            trainer.say(f"resume  going on from {folders[position + 1]} instead")
-    if trainer.steps_done >= trainer.total_steps:
-        trainer.say(
-            f"resume  nothing is left to train after step {trainer.steps_done:,}: raise "
-            "train.epochs or train.max_steps to go on"
-        )
-
-
-def _warm_start(trainer: Trainer, folder: Path, beat: Callable[[], None]) -> dict[str, Any]:
-    """Starts from another run's model; returns the `warm_start` part of result.json."""
-    started = warm_start(
-        open_checkpoint(folder),
-        trainer.config,
-        trainer.dataset,
-        trainer.model,
-        trainer.embeddings,
-        beat,
-    )
-    for line in started.lines():
-        trainer.say(line)
-    return started.as_dict()
 
 
 def _announce_data(config: TrainRun, dataset: PreparedDataset, say: Callable[[str], None]) -> None:

@@ -20,7 +20,7 @@ from data.loader import Prefetcher
 from data.parquet import Order, PreparedDataset
 from dlrm.async_save import AsyncSaver, bytes_to_copy
 from dlrm.build import build_embeddings, build_model
-from dlrm.checkpoint import CheckpointInfo, Checkpoints, Contents, Progress
+from dlrm.checkpoint import CheckpointInfo, Checkpoints, Contents, Progress, on_first_rank
 from dlrm.checkpoint_load import load_model, load_training
 from dlrm.comm_figures import comm_figures
 from dlrm.config import TrainRun
@@ -135,7 +135,7 @@ class Trainer:
             try:
                 if self._is_evaluation_owed:
                     self._evaluate_and_save()
-                while self._epoch < self.config.train.epochs and self._goes_on():
+                while self.steps_done < self.total_steps and not self.is_stopped:
                     self._fit_epoch(self._epoch)
                 if not self.is_stopped:
                     self._evaluate_and_save()
@@ -147,9 +147,6 @@ class Trainer:
                 raise
             finally:
                 self.recorder.close()
-
-    def _goes_on(self) -> bool:
-        return self.steps_done < self.total_steps and not self.is_stopped
 
     def _fit_epoch(self, epoch: int) -> None:
         order = Order(
@@ -434,8 +431,8 @@ class Trainer:
             self.recorder.resume(
                 progress.step, progress.samples, progress.loss_last, progress.history
             )
-            if self.is_first and is_of_run(info, self.folder.path):
-                self.checkpoints.drop_after(info)
+            if is_of_run(info, self.folder.path):
+                on_first_rank(self.comm, lambda: self.checkpoints.drop_after(info))
             # In a folder without it, the best model so far is none that could be tested.
             has_best = self.comm.all_gather_object((self.checkpoints.root / "best").is_file())[0]
             self.best = BestTracker(best_value=progress.best_value if has_best else None)

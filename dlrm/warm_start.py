@@ -19,9 +19,10 @@ from dlrm.checkpoint_load import on_all_ranks
 from dlrm.checkpoint_rows import RowsReader, StoredTable
 from dlrm.config import TrainRun
 from dlrm.resume import is_of_run
+from dlrm.tensor_file import dtype_name
 from dlrm.warm_start_fit import Fit
 from embeddings.sharded import ShardedEmbeddings
-from embeddings.store import WEIGHT, RowsPart, RowStore
+from embeddings.store import WEIGHT, RowsPart, RowStore, take_columns
 from embeddings.table import TableConfig
 
 
@@ -251,7 +252,8 @@ class _Loading:
     def _notes(self) -> list[str]:
         own = self._embeddings.dtype
         notes = [
-            f"stored {_name_of(dtype)}, here {_name_of(own)} (train.precision): rows are converted"
+            f"stored {dtype_name(dtype)}, here {dtype_name(own)} (train.precision): rows are "
+            "converted"
             for dtype in {self._info.tables[table.name].dtype for table in self._fit.kept}
             if dtype != own
         ]
@@ -299,7 +301,9 @@ class _Rows:
                 for name, target in part.values.items():
                     if name in values:
                         rows = values[name][torch.from_numpy(at)]
-                        target.index_copy_(0, target_rows, self._columns(rows, part))
+                        target.index_copy_(
+                            0, target_rows, take_columns(rows, part.piece, self._table.dim)
+                        )
             del values  # Not beside the next ones.
 
     def _read(self, start: int, stop: int) -> dict[str, Tensor]:
@@ -307,21 +311,12 @@ class _Rows:
         values = self._reader.read(self._table.name, start, stop, state=len(self._names) > 1)
         return {name: values[name].to(self._dtype) for name in self._names}
 
-    def _columns(self, rows: Tensor, part: RowsPart) -> Tensor:
-        if rows.shape[1] != self._table.dim:  # One number per row.
-            return rows
-        return torch.cat([rows[:, start:stop] for start, stop in part.piece.columns], dim=1)
-
 
 def _count(new_of_old: np.ndarray | None, old_rows: int, new_rows: int) -> RowCounts:
     kept = min(old_rows, new_rows)
     if new_of_old is not None:
         kept = int(np.count_nonzero(new_of_old >= 0))
     return RowCounts(kept, new_rows - kept, old_rows - kept)
-
-
-def _name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _num(count: int, noun: str) -> str:

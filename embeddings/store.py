@@ -279,7 +279,7 @@ class RowStore:
             for name, view in views.items():
                 if name in values and first < stop:
                     rows = values[name][first - row_start : stop - row_start]
-                    view.copy_(_take_columns(rows, place.piece, name, self._dims[table]))
+                    view.copy_(take_columns(rows, place.piece, self._dims[table]))
 
     def read_parts(self, table: str, row_start: int, row_stop: int) -> list[RowsPart]:
         """Views of what this rank holds of some rows of a table; possibly nothing.
@@ -384,7 +384,9 @@ def assemble_rows(
     return whole
 
 
-def _take_columns(rows: Tensor, piece: Piece, name: str, dim: int) -> Tensor:
+def take_columns(rows: Tensor, piece: Piece, dim: int) -> Tensor:
+    """What a piece holds of whole rows, `(R, dim)`: its columns, side by side. Of state with one
+    number per row, all."""
     if rows.shape[1] != dim:
         return rows
     return torch.cat([rows[:, start:stop] for start, stop in piece.columns], dim=1)

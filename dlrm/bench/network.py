@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from data.errors import UserError
+from dlrm.stop import SIGNALS, handlers_restored
 from dlrm.worker import RankNetwork, WorkerContext
 
 LOOPBACK = "loopback"
@@ -423,19 +424,15 @@ def _signals_raise() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    saved = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if saved[number] is signal.SIG_DFL:
-            signal.signal(number, stop)
-    try:
+    with handlers_restored() as saved:
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if saved[number] is signal.SIG_DFL:
+                signal.signal(number, stop)
         yield
-    finally:
-        for number, handler in saved.items():
-            signal.signal(number, handler)
 
 
 def _ignore_signals() -> None:
     """Until `_signals_raise` ends: what cleans up isn't to be stopped again."""
     if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -96,6 +97,18 @@ def test_what_is_loaded_equals_what_was_saved(rule: str, tmp_path: Path) -> None
         assert all(torch.equal(state[name], found[name]) for name in state)
 
 
+def test_dense_state_of_some_weights_only_is_refused(tmp_path: Path) -> None:
+    """Else the others would begin anew without a word (Adam's bias correction too)."""
+    part = one_part()
+    contents = part.contents(1)
+    kept = {k: v for k, v in contents.dense_state.items() if not k.startswith("0.weight/")}
+    assert len(kept) < len(contents.dense_state)
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(replace(contents, dense_state=kept), part.comm, is_best=False)
+    with pytest.raises(DamagedError, match=r"no optimizer state .*0\.weight"):
+        load_training(checkpoints.find("latest"), part.model, part.embeddings, part.optimizer)
+
+
 def test_state_that_was_not_there_when_saved_is_not_there_when_loaded(tmp_path: Path) -> None:
     """Adam makes its state at the first step; one that has stepped forgets it."""
     one_part(seed=0).save(Checkpoints(tmp_path), 0)
@@ -162,7 +175,6 @@ def test_tables_of_several_stretches_are_whole(
     """Of rows, of blocks with a digest, and of what is written at once; none fits another."""
     monkeypatch.setattr(checkpoint_rows, "PIECE_BYTES", 100)
     monkeypatch.setattr(tensor_file, "BLOCK_BYTES", 72)
-    monkeypatch.setattr(tensor_file, "_PIECE_BYTES", 32)
     digests = save_steps(tmp_path, 1, world_size=3)
     info = Checkpoints(tmp_path).find("latest")
     assert len(list(info.tables["user"].blocks())) > 10

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,14 @@ from data.schema import (
 from data.synthetic import SyntheticConfig
 from dlrm.__main__ import _keep_text
 from dlrm.config import (
+    CheckRun,
     DataConfig,
     LaunchConfig,
     ScoreDataConfig,
     ScoreRun,
     TrainConfig,
     TrainRun,
+    WarmStartConfig,
     to_config,
 )
 from dlrm.model import ModelConfig
@@ -260,3 +263,17 @@ def test_any_text_survives_the_written_configuration(
     path.write_text(OmegaConf.to_yaml(OmegaConf.structured(schema)))
     loaded = OmegaConf.merge(OmegaConf.structured(Schema), OmegaConf.load(path))
     assert OmegaConf.to_object(loaded) == schema
+
+
+@pytest.mark.parametrize(
+    ("train", "key"),
+    [
+        ({"resume": "latest"}, "train.resume=latest"),
+        ({"warm_start": WarmStartConfig(path="run")}, "train.warm_start.path=run"),
+        ({"checkpoint_async": True}, "train.checkpoint_async=True"),
+        ({"profile": True}, "train.profile=True"),
+    ],
+)
+def test_check_tells_which_keys_of_train_it_ignores(train: dict[str, Any], key: str) -> None:
+    with pytest.warns(UserWarning, match=re.escape(key)):
+        CheckRun(data=DataConfig(name="synthetic"), train=TrainConfig(**train))

@@ -68,10 +68,7 @@ def assert_same(found: Tensor, expected: Tensor, name: object = "") -> None:
 @contextmanager
 def small_blocks(num_bytes: int = 64) -> Iterator[None]:
     """Blocks so small that a file of a few hundred bytes has many."""
-    with (
-        patch.object(tensor_file, "BLOCK_BYTES", num_bytes),
-        patch.object(tensor_file, "_PIECE_BYTES", 24),
-    ):
+    with patch.object(tensor_file, "BLOCK_BYTES", num_bytes):
         yield
 
 
