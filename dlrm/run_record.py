@@ -27,7 +27,7 @@ class RunRecord:
         run_dir: the output folder.
         world_size: number of ranks.
         resume: the run in the folder goes on.
-        overwrite: use the folder although it holds files.
+        overwrite: use the folder although it holds files, as under `train.overwrite`.
         more: further fields that are known at the start.
 
     Raises:
@@ -45,6 +45,7 @@ class RunRecord:
         overwrite: bool = False,
         **more: Any,
     ) -> None:
+        overwrite = overwrite or config.train.overwrite
         self.folder = RunFolder(run_dir, overwrite=overwrite, resume=resume)
         self.folder.write_text("config.yaml", config_yaml)
         self.result: dict[str, Any] = {

@@ -185,7 +185,7 @@ def _recorded(
         run_dir,
         world_size,
         resume=begin.continues_folder,
-        overwrite=config.train.overwrite or is_restarted(run_dir),
+        overwrite=is_restarted(run_dir),
         **({"torchrun": launch_id()} if under_torchrun() else {}),
     )
     # Of a run that was here before, where the folder may be used again.

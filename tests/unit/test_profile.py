@@ -222,8 +222,9 @@ def test_a_profiled_run_trains_the_same_model_to_the_bit(
 
     assert "profile steps 3 to 4 of rank 0" in captured.out
     assert "aten::addmm" in {o["name"] for o in operators}
-    # Which operators take longest is a matter of time; that the first one is told isn't.
-    assert profile["operators_top"][0]["name"] in captured.out
+    # Which operators take longest is a matter of time; that they are told isn't.
+    assert profile["operators_top"]
+    assert "\n".join(describe_profile(profile)) in captured.out
     assert captured.err == "", "the profiler's own words reached the terminal"
     assert max(len(line) for line in describe_profile(profile)) <= 100
 
