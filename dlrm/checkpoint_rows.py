@@ -40,6 +40,9 @@ from embeddings.table_group import Piece
 PIECE_BYTES = 4 << 20
 """Rows are written and read in stretches of that size. A reader holds two of them, and a block of
 each file that it reads from; a writer holds none."""
+_FILL_BYTES = 64 << 20
+"""Rows that are read straight to where they belong: a piece that doesn't end with a block of the
+file costs a copy of a part of one."""
 
 
 @dataclass(frozen=True)
@@ -230,7 +233,7 @@ class RowsReader:
         for rectangle, start, target in found:
             row_bytes = target.shape[1] * target.element_size()
             rows_of = rectangle.file.open_rows(rectangle.tensor, self._file(rectangle.file))
-            for first, last in pieces(len(target), row_bytes, PIECE_BYTES):
+            for first, last in pieces(len(target), row_bytes, _FILL_BYTES):
                 beat()
                 rows_of.read_into(start + first, target[first:last])
         return True

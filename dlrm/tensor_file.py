@@ -22,9 +22,11 @@ import xxhash
 from torch import Tensor
 
 from data.errors import UserError
+from dlrm.early_write import EarlyWrite
 
 BLOCK_BYTES = 1 << 20
 """What a digest is of, counted from the file's start; and what a reader keeps of each file."""
+_READ_AHEAD_BYTES = 32 << 20
 _ALIGN_BYTES = 64
 _DTYPES = {
     "F64": torch.float64,
@@ -87,6 +89,7 @@ class TensorFileWriter:
         self._blocks: list[str] = []
         self._num_bytes = len(header) + num_bytes
         self._file = open(path, "wb", buffering=0)  # noqa: SIM115
+        self._early = EarlyWrite(self._file.fileno())
         try:
             with naming(path):
                 os.posix_fallocate(self._file.fileno(), 0, self._num_bytes)
@@ -133,6 +136,7 @@ class TensorFileWriter:
                 self._end_block()
 
     def _end_block(self) -> None:
+        self._early.grown_to(len(self._blocks) * BLOCK_BYTES)
         self._blocks.append(self._digest.hexdigest())
         self._digest.reset()
         self._in_block = 0
@@ -141,7 +145,8 @@ class TensorFileWriter:
 class CheckedFile:
     """Reads stretches of a file and checks every block that they touch.
 
-    Keeps the last block, so that reading on from where one stopped reads nothing twice.
+    Keeps the last block, so that reading on from where one stopped reads nothing twice. The system
+    is told to read on ahead of that, into its page cache: a disk works while digests are made.
 
     Args:
         path: the file.
@@ -157,6 +162,7 @@ class CheckedFile:
         self._file: BinaryIO = open(path, "rb", buffering=0)  # noqa: SIM115
         self._block = np.empty(0, dtype=np.uint8)
         self._kept = -1  # The number of the block that `_block` holds.
+        self._told_bytes = 0  # Of the file, up to which the system was told to read.
 
     def read(self, begin: int, end: int) -> np.ndarray:
         """The bytes `begin … end-1`, as uint8; the caller's own."""
@@ -197,8 +203,11 @@ class CheckedFile:
         self.close()
 
     def _read_block(self, number: int, first: int, target: np.ndarray) -> None:
-        view, position = target.data, 0
-        self._file.seek(first)
+        view = target.data
+        position = self._read_cached(view, first)
+        if position < len(view):
+            self._read_ahead(first + position)
+        self._file.seek(first + position)
         while position < len(view):
             with naming(self._path):
                 count = self._file.readinto(view[position:])  # type: ignore[attr-defined]
@@ -209,6 +218,26 @@ class CheckedFile:
             raise DamagedError(
                 f"{self._path} is damaged: bytes {first:,} to {first + len(view) - 1:,} aren't "
                 "those that were written"
+            )
+
+    def _read_cached(self, view: memoryview, first: int) -> int:
+        """Reads what the page cache holds, and no further; returns the number of bytes."""
+        if not hasattr(os, "RWF_NOWAIT"):
+            return 0
+        try:
+            return os.preadv(self._file.fileno(), [view], first, os.RWF_NOWAIT)
+        except OSError:  # Nothing is held, or the file system doesn't tell.
+            return 0
+
+    def _read_ahead(self, first: int) -> None:
+        """Has the system read what follows `first`, half of the distance at a time."""
+        begin = max(first, self._told_bytes)
+        if begin - first > _READ_AHEAD_BYTES // 2 or begin >= self._digest.num_bytes:
+            return
+        self._told_bytes = min(first + _READ_AHEAD_BYTES, self._digest.num_bytes)
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(
+                self._file.fileno(), begin, self._told_bytes - begin, os.POSIX_FADV_WILLNEED
             )
 
 
