@@ -110,6 +110,17 @@ class JaggedIds:
         weights_L = None if self.weights_L is None else self.weights_L[index_L]
         return JaggedIds(self.values_L[index_L], offsets, self.num_features, weights_L)
 
+    def select(self, samples_B: Tensor) -> JaggedIds:
+        """The bags of some samples, in the order given."""
+        starts_FB = self.offsets[:-1].view(self.num_features, self.batch_size)[:, samples_B]
+        kept = self.lengths_FB()[:, samples_B].reshape(-1)
+        offsets = torch.zeros(kept.numel() + 1, dtype=torch.int64)
+        torch.cumsum(kept, 0, out=offsets[1:])
+        shift = starts_FB.reshape(-1) - offsets[:-1]
+        index_L = torch.arange(int(offsets[-1])) + torch.repeat_interleave(shift, kept)
+        weights_L = None if self.weights_L is None else self.weights_L[index_L]
+        return JaggedIds(self.values_L[index_L], offsets, self.num_features, weights_L)
+
     def to(self, device: torch.device) -> JaggedIds:
         """The same ids on `device`."""
         # A plain copy: the invariants were checked, and checking again would wait for the device.
@@ -166,6 +177,16 @@ class Batch:
             label_B=None if self.label_B is None else self.label_B[start:stop],
             weight_B=None if self.weight_B is None else self.weight_B[start:stop],
             row_B=self.row_B[start:stop],
+        )
+
+    def select(self, samples_B: Tensor) -> Batch:
+        """Some samples, in the order given, as a batch of their own."""
+        return Batch(
+            dense_BN=self.dense_BN[samples_B],
+            ids=self.ids.select(samples_B),
+            label_B=None if self.label_B is None else self.label_B[samples_B],
+            weight_B=None if self.weight_B is None else self.weight_B[samples_B],
+            row_B=self.row_B[samples_B],
         )
 
     def to(self, device: torch.device) -> Batch:

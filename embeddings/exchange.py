@@ -4,7 +4,8 @@ One packed buffer per phase carries every table, whatever its layout and exchang
 
     phase     collective   a rank sends to each other rank
     counts    all-to-all   what all must know (a bad id, the sum of example weights), and sizes
-    ids       all-to-all   `kv`: distinct keys. `pooled`: keys, bag lengths, bag weights.
+    ids       all-to-all   `kv`: distinct keys, of tables in host memory the cold ones. `pooled`:
+                           keys, bag lengths, bag weights.
                            Replicas: the distinct rows that this rank's batch touches
     rows      all-to-all   a row for each key asked for, a pooled vector for each bag asked for
     grads     all-to-all   the reverse: a gradient for each of these; of replicas, for each touched
@@ -30,6 +31,7 @@ from torch import Tensor
 from data.batch import JaggedIds
 from embeddings.bag_sum import bag_sum
 from embeddings.communicator import Buffers, Communicator, Deferred, Pending
+from embeddings.host.host_tables import HostTables, StagedPlan
 from embeddings.id_wire import IdWire
 from embeddings.kv_gradients import KVGradients
 from embeddings.layout import KeySpace
@@ -51,6 +53,8 @@ class ExchangePlan:
         replicas: the rows of replicas that the ranks touch.
         total_weight: sum of the example weights (or of the samples) over all ranks.
         batch_sizes: `B` of every rank.
+        staged: where the cold rows of tables in host memory lie, once their step is staged; None
+            where they are read from the store: nothing is trained.
     """
 
     requests: tuple[Request, ...]
@@ -58,6 +62,7 @@ class ExchangePlan:
     replicas: ReplicaCounts
     total_weight: float
     batch_sizes: tuple[int, ...]
+    staged: StagedPlan | None
 
 
 class Exchange:
@@ -74,6 +79,7 @@ class Exchange:
         comm: the ranks.
         dtype: type of rows and gradients.
         wire: `fp32`: values travel as they are; `bf16`, `fp16`: rounded.
+        host: the tables in host memory, where there are any.
     """
 
     def __init__(
@@ -86,8 +92,9 @@ class Exchange:
         *,
         dtype: torch.dtype,
         wire: str,
+        host: HostTables | None = None,
     ) -> None:
-        self._spaces, self._replicas = tuple(spaces), replicas
+        self._spaces, self._replicas, self._host = tuple(spaces), replicas, host
         self._router, self._features, self._comm, self._dtype = router, features, comm, dtype
         self._id_wire = IdWire(self._spaces, replicas, comm.rank, dtype)
         self._value_wire = ValueWire(self._spaces, comm, dtype, wire)
@@ -101,6 +108,8 @@ class Exchange:
         local: Sequence[GroupPlan],
         weight_sum: float,
         bad_id: IdOutOfRange | None,
+        *,
+        training: bool,
     ) -> PendingPlan:
         """Works out this rank's requests and issues the counts.
 
@@ -110,21 +119,35 @@ class Exchange:
             weight_sum: sum of this rank's example weights.
             bad_id: what is wrong with `ids`; not raised here but with all ranks, in
                 `PendingPlan.send_ids`.
+            training: whether hot and cold rows are told apart; else all are read from the store.
         """
         world_size = self._comm.world_size
-        touched = self._replicas.touched(local)
         requests: tuple[Request, ...] = ()
         if bad_id is None:
             requests = tuple(
-                plan_request(space, self._features, ids, self._dtype) for space in self._spaces
+                plan_request(
+                    space,
+                    self._features,
+                    ids,
+                    self._dtype,
+                    self._host.split_of(index) if self._host and training else None,
+                )
+                for index, space in enumerate(self._spaces)
             )
+        keys_of_group = {index: group.unique.keys_K for index, group in enumerate(local)}
+        for index, request in enumerate(requests):
+            if request.hot is not None:
+                assert self._host is not None
+                keys_of_group[self._host.hot_group[index]] = request.hot.slots_K
+        touched = self._replicas.touched(keys_of_group)
         counts = self._id_wire.write_counts(
             world_size, requests, touched, ids.batch_size, weight_sum, bad_id
         )
         send = torch.from_numpy(counts.reshape(-1))
         splits = [self._id_wire.num_counts] * world_size
         pending = self._comm.all_to_all("counts", send, splits, torch.empty_like(send), splits)
-        return PendingPlan(self, requests, touched, pending)
+        staged = StagedPlan() if self._host and training else None
+        return PendingPlan(self, requests, touched, pending, staged)
 
     def issue_ids(
         self, requests: Sequence[Request], touched: Sequence[npt.NDArray[np.int64]], counts: Tensor
@@ -159,6 +182,7 @@ class Exchange:
         requests: tuple[Request, ...],
         touched: Sequence[npt.NDArray[np.int64]],
         ids: IdsUnderWay,
+        staged: StagedPlan | None,
     ) -> ExchangePlan:
         """Waits for what the other ranks ask of this one."""
         services = self._id_wire.read(
@@ -172,6 +196,7 @@ class Exchange:
             replicas=ids.replica_counts,
             total_weight=self._id_wire.total_weight(ids.counts),
             batch_sizes=self._id_wire.batch_sizes(ids.counts),
+            staged=staged,
         )
 
     # ------------------------------------------------------------------------------------ rows
@@ -184,8 +209,8 @@ class Exchange:
             are sent.
         """
         matrices = [
-            None if service is None else self._serve(space, service, store)
-            for space, service in zip(self._spaces, plan.services, strict=True)
+            None if service is None else self._serve(index, service, store, plan.staged)
+            for index, service in enumerate(plan.services)
         ]
         sizes_in = self._value_wire.sizes(plan.requests)
         pending = self._value_wire.begin(
@@ -193,16 +218,31 @@ class Exchange:
         )
         return Deferred(lambda: self._value_wire.unpack(pending.wait(), sizes_in)[0])
 
-    def _serve(self, space: KeySpace, service: Service, store: RowStore) -> Tensor:
-        group = space.group_of_rank[self._comm.rank]
+    def _serve(
+        self, index: int, service: Service, store: RowStore, staged: StagedPlan | None
+    ) -> Tensor:
+        group = self._spaces[index].group_of_rank[self._comm.rank]
         assert group is not None
+        if staged is not None and self._spaces[index].memory == "host":
+            assert self._host is not None
+            return self._host.rows(index, staged)
         if service.offsets is None:
             return store.gather(group, service.keys_L)
         return bag_sum(store.weights(group), service.keys_L, service.offsets, service.weights_L)
 
     def pool(self, index: int, plan: ExchangePlan, vectors_MD: Tensor) -> Tensor:
         """`(B, slices · D)` pooled columns of key space `index` from the received vectors."""
-        bags, space = plan.requests[index].bags, self._spaces[index]
+        request, space = plan.requests[index], self._spaces[index]
+        bags, hot = request.bags, request.hot
+        if hot is not None:
+            assert self._host is not None
+            # One matrix of all distinct rows, wherever they came from: which rows are hot doesn't
+            # change the order of any sum.
+            received_MD = vectors_MD
+            num_keys = received_MD.shape[0] + hot.hot_K.numel()
+            vectors_MD = received_MD.new_empty(num_keys, space.dim)
+            vectors_MD.index_copy_(0, hot.cold_K, received_MD)
+            vectors_MD.index_copy_(0, hot.hot_K, self._host.hot_rows(index, hot.slots_K))
         pooled = bag_sum(vectors_MD, bags.keys_L, bags.offsets, bags.weights_L)
         return pooled.view(-1, len(space.slices) * space.dim)
 
@@ -231,6 +271,17 @@ class Exchange:
             bag_sum(grad.reshape(-1, space.dim), *request.vectors)
             for space, request, grad in zip(self._spaces, plan.requests, space_grads, strict=True)
         ]
+        hot_grads: list[KVGradients] = []
+        for index, request in enumerate(plan.requests):
+            if request.hot is not None:
+                assert self._host is not None
+                grads_KD = matrices[index]
+                matrices[index] = grads_KD.index_select(0, request.hot.cold_K)
+                hot_KD = grads_KD.index_select(0, request.hot.hot_K)
+                group = self._host.hot_group[index]
+                hot_grads.append(KVGradients(group, request.hot.slots_K, hot_KD))
+        if self._comm.world_size > 1:
+            replica_grads, hot_grads = [*replica_grads, *hot_grads], []
         own = self._replicas.split(replica_grads, plan.replicas)
         extra = [part.reshape(-1) for part in own if part is not None]
         num_out, num_in = self._replica_sizes(plan, sum(part.numel() for part in extra))
@@ -260,7 +311,7 @@ class Exchange:
                 None if part is None else self._value_wire.rounded(part, scale) for part in own
             ]
             summed = self._replicas.sum_ranks(plan.replicas, own_rounded, received, dense)
-            return gradients + summed
+            return gradients + summed + hot_grads
 
         return Deferred(finish)
 
@@ -319,9 +370,10 @@ class PendingPlan:
         requests: tuple[Request, ...],
         touched: list[npt.NDArray[np.int64]],
         counts: Pending,
+        staged: StagedPlan | None,
     ) -> None:
         self._exchange, self._requests, self._touched = exchange, requests, touched
-        self._counts = counts
+        self._counts, self._staged = counts, staged
         self._ids: IdsUnderWay | None = None
 
     def send_ids(self) -> None:
@@ -335,4 +387,4 @@ class PendingPlan:
     def finish(self) -> ExchangePlan:
         """Waits for the ids that the other ranks sent."""
         assert self._ids is not None, "send_ids comes first"
-        return self._exchange.read_ids(self._requests, self._touched, self._ids)
+        return self._exchange.read_ids(self._requests, self._touched, self._ids, self._staged)

@@ -98,6 +98,8 @@ def why_not_fused(
         return f"clipping to a norm of {clip_norm} needs gradients before the update"
     for group in groups:
         name = group.pieces[0].table
+        if group.memory == "host":
+            return f"table {name!r} is in host memory: its rows come and go in steps"
         if group.dtype != torch.float32:
             return f"the fused kernels are fp32 only, table {name!r} is {group.dtype}"
         if group.dim % 4:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from embeddings.plan import ExchangeName, Plan
+from embeddings.plan import ExchangeName, Memory, Plan
 from embeddings.table import FeatureConfig, TableConfig
 from embeddings.table_group import ColumnRange, Piece, TableGroup
 
@@ -51,7 +51,7 @@ class FeatureSlice:
 
 @dataclass(frozen=True, eq=False)
 class KeySpace:
-    """The keys of all ranks' table groups of one local dim, as one flat space.
+    """The keys of all ranks' table groups of one local dim and memory, as one flat space.
 
     Attributes:
         exchange: how the values of its slices travel; tables with another exchange have a key space
@@ -61,6 +61,7 @@ class KeySpace:
         group_of_rank: per rank the index of its group, or None.
         wire_ids: per rank the type its keys (less `bases[r]`) travel in: int32 where they fit.
         slices: the lookups that lead here.
+        memory: where the rows lie.
     """
 
     exchange: ExchangeName
@@ -69,6 +70,7 @@ class KeySpace:
     group_of_rank: tuple[int | None, ...]
     wire_ids: tuple[npt.DTypeLike, ...]
     slices: tuple[FeatureSlice, ...]
+    memory: Memory = "device"
 
 
 class PeerStretch(NamedTuple):
@@ -104,17 +106,16 @@ def build_key_spaces(
     ]
     rows = {table.name: table.rows for table in tables}
     spaces: list[KeySpace] = []
-    for dim in dict.fromkeys(group.dim for _, _, group in exchanged):
+    for dim, memory in dict.fromkeys((group.dim, group.memory) for _, _, group in exchanged):
+        of_kind = [entry for entry in exchanged if (entry[2].dim, entry[2].memory) == (dim, memory)]
         of_rank: list[int | None] = [None] * plan.world_size
         sizes = np.zeros(plan.world_size + 1, dtype=np.int64)
-        for rank, index, group in exchanged:
-            if group.dim == dim:
-                of_rank[rank], sizes[rank + 1] = index, group.num_rows
+        for rank, index, group in of_kind:
+            of_rank[rank], sizes[rank + 1] = index, group.num_rows
         bases = np.cumsum(sizes)
         keyed = [
             (piece, int(bases[rank]) + key)
-            for rank, _, group in exchanged
-            if group.dim == dim
+            for rank, _, group in of_kind
             for piece, key in zip(group.pieces, group.first_keys, strict=True)
         ]
         for exchange in ("kv", "pooled"):
@@ -128,8 +129,24 @@ def build_key_spaces(
                 wire_ids = tuple(
                     np.int32 if size - 1 <= _MAX_INT32 else np.int64 for size in sizes[1:]
                 )
-                spaces.append(KeySpace(exchange, dim, bases, tuple(of_rank), wire_ids, slices))
+                spaces.append(
+                    KeySpace(exchange, dim, bases, tuple(of_rank), wire_ids, slices, memory)
+                )
     return tuple(spaces)
+
+
+def keys_of(
+    part: FeatureSlice, ids_L: Int64Array
+) -> tuple[Int64Array, npt.NDArray[np.bool_] | None]:
+    """The keys of those ids that have one in a slice, and which these are; None: all."""
+    if part.covers_table and len(part.key_shifts) == 1:
+        return ids_L + part.key_shifts[0], None
+    piece_L = np.searchsorted(part.row_stops, ids_L, side="right")
+    if part.covers_table:
+        return ids_L + part.key_shifts[piece_L], None
+    kept_L = piece_L < len(part.row_stops)
+    kept_L[kept_L] = ids_L[kept_L] >= part.row_starts[piece_L[kept_L]]
+    return ids_L[kept_L] + part.key_shifts[piece_L[kept_L]], kept_L
 
 
 def _feature_slices(

@@ -152,6 +152,9 @@ class Plan:
         for table in tables:
             _check_exchange(table.name, self.exchange.get(table.name))
             shards = by_table.get(table.name, [])
+            _check_host(
+                table.name, shards, self.exchange[table.name], self.is_replicated(table.name)
+            )
             copies = [s for s in shards if (s.num_rows, s.num_cols) == (table.rows, table.dim)]
             if len(copies) > 1 and self.world_size > 1:
                 _validate_copies(table, shards, copies, self.world_size)
@@ -196,6 +199,23 @@ def _validate_shard(shard: Shard, table: TableConfig | None, world_size: int) ->
         raise ValueError(
             f"table {shard.table!r}, rank {shard.rank}: a shard must be a non-empty rectangle "
             f"within {table.rows} rows × {table.dim} columns, not {shard}"
+        )
+
+
+def _check_host(
+    name: str, shards: Sequence[Shard], exchange: ExchangeName, is_replicated: bool
+) -> None:
+    """Of a table in host memory: its rows travel by keys, and it isn't replicated."""
+    in_host = [shard for shard in shards if shard.memory == "host"]
+    if in_host and is_replicated:
+        raise ValueError(
+            f"table {name!r}, rank {in_host[0].rank}: a replicated table lies in the device memory "
+            "of every rank, not in host memory (sharding.memory)"
+        )
+    if in_host and exchange != "kv":
+        raise ValueError(
+            f"table {name!r}: a table in host memory has the exchange 'kv', not {exchange!r} "
+            "(sharding.exchange)"
         )
 
 

@@ -7,8 +7,9 @@ here does I/O or draws random numbers; equal inputs give equal plans.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
-from embeddings.plan import ExchangeName, Plan, Shard
+from embeddings.plan import ExchangeName, Memory, Plan, Shard
 from embeddings.plan_choice import (
     ExchangeChoice,
     Layout,
@@ -157,7 +158,9 @@ class _Builder:
         for table in [*tables, *rest]:
             layout = layouts[table.name]
             ranks = self._ranks(table, layout)
-            shards[table.name] = placers[layout](table, ranks)
+            memory = self._memory(table, layout)
+            placed = placers[layout](table, ranks)
+            shards[table.name] = [replace(shard, memory=memory) for shard in placed]
             for shard in shards[table.name]:
                 share = shard.num_rows * shard.num_cols / (table.rows * table.dim)
                 self.held_W[shard.rank] += share * self.figures[table.name]
@@ -236,7 +239,25 @@ class _Builder:
     ) -> Shard:
         row_start, row_stop = rows or (0, table.rows)
         col_start, col_stop = cols or (0, table.dim)
-        return Shard(table.name, row_start, row_stop, col_start, col_stop, rank, self.choice.memory)
+        return Shard(table.name, row_start, row_stop, col_start, col_stop, rank)
+
+    def _memory(self, table: TableConfig, layout: Layout) -> Memory:
+        """Where a table's shards lie.
+
+        Raises:
+            ValueError: naming the key, for replicas in host memory.
+        """
+        own = self._override(table)
+        memory = own.memory or self.choice.memory
+        if memory == "device" or layout != "replicated" or self.world_size == 1:
+            return memory
+        if own.memory is None and (own.layout or self.choice.layout) == "auto":
+            return "device"
+        key = f"sharding.tables.{table.name}.memory" if own.memory else "sharding.memory"
+        raise ValueError(
+            f"{key}=host: table {table.name!r} is replicated, which means a copy on every rank's "
+            "device; choose another layout for it, or memory=device"
+        )
 
     # ------------------------------------------------------------------------- auto
 
@@ -284,6 +305,8 @@ class _Builder:
     ) -> tuple[ExchangeName, str]:
         """The exchange of a placed table, and why (nothing where it has no meaning)."""
         asked = self._asked_exchange(table)
+        if any(shard.memory == "host" for shard in shards):
+            return self._host_exchange(table, asked)
         if self.world_size == 1 or layout == "replicated":
             return "kv" if asked == "auto" else asked, ""
         if asked != "auto":
@@ -298,6 +321,16 @@ class _Builder:
         if kv <= pooled:
             return "kv", f"kv {shown_bytes(kv)} a step, pooled {shown_bytes(pooled)}"
         return "pooled", f"pooled {shown_bytes(pooled)} a step, kv {shown_bytes(kv)}"
+
+    def _host_exchange(self, table: TableConfig, asked: ExchangeChoice) -> tuple[ExchangeName, str]:
+        if asked == "pooled":
+            own = self._override(table).exchange
+            key = f"sharding.tables.{table.name}.exchange" if own else "sharding.exchange"
+            raise ValueError(
+                f"{key}=pooled: table {table.name!r} is in host memory, whose hot rows are pooled "
+                "on every rank; set kv or auto"
+            )
+        return "kv", "kv: in host memory" if self.world_size > 1 else ""
 
 
 def _table_bytes(table: TableConfig) -> int:

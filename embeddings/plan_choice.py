@@ -23,11 +23,13 @@ class TableChoice:
         layout: any but a file.
         exchange: `auto`, `pooled` or `kv`.
         ranks: the ranks that hold the table, in the order of its parts; one for `table_wise`.
+        memory: `device` or `host`.
     """
 
     layout: Layout | None = None
     exchange: ExchangeChoice | None = None
     ranks: tuple[int, ...] | None = None
+    memory: Memory | None = None
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,8 @@ class LayoutChoice:
     Attributes:
         layout: of every table that has no layout of its own in `tables`.
         exchange: of every table that has none of its own.
-        memory: of every shard.
+        memory: of every table that has none of its own; tables that `auto` replicates lie on the
+            devices.
         wire_bytes: bytes of a value on the wire.
         tables: overrides by table.
     """

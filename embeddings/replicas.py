@@ -14,9 +14,9 @@ never is: each may touch every row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +27,6 @@ from embeddings.bag_sum import bag_sum
 from embeddings.communicator import Communicator, Pending
 from embeddings.keys import sort_keys, sorted_stretch
 from embeddings.kv_gradients import KVGradients
-from embeddings.router import GroupPlan
 from embeddings.table_group import TableGroup
 
 Int64Array = npt.NDArray[np.int64]
@@ -49,11 +48,36 @@ class ReplicaCounts:
     rows: list[list[Int64Array]] = field(default_factory=list)
 
 
+class ReplicaRows(NamedTuple):
+    """Rows that every rank holds: a replicated table, or the hot rows of tables in host memory.
+
+    Attributes:
+        group: the group in which they lie.
+        first_key: the key of the first.
+        num_rows: how many.
+        dim: columns.
+    """
+
+    group: int
+    first_key: int
+    num_rows: int
+    dim: int
+
+    @classmethod
+    def of_groups(cls, groups: Sequence[TableGroup]) -> list[ReplicaRows]:
+        """One for each table of the groups that are everywhere."""
+        return [
+            cls(index, key, piece.num_rows, piece.dim)
+            for index, group in enumerate(groups)
+            for piece, key in zip(group.pieces, group.first_keys, strict=True)
+        ]
+
+
 class Replicas:
-    """The tables that are everywhere, in a run of several ranks.
+    """The rows that every rank holds, in a run of several ranks.
 
     Args:
-        groups: the groups that are everywhere, in order.
+        rows: which these are.
         comm: the ranks.
         wire_bytes: bytes of a gathered value on the wire.
         dense_bytes: bytes of a value in a matrix, which is summed in the tables' own type.
@@ -61,46 +85,43 @@ class Replicas:
 
     def __init__(
         self,
-        groups: Sequence[TableGroup],
+        rows: Sequence[ReplicaRows],
         comm: Communicator,
         *,
         wire_bytes: int,
         dense_bytes: int,
     ) -> None:
         self._comm = comm
-        self._tables = [
-            (index, piece, key)
-            for index, group in enumerate(groups)
-            for piece, key in zip(group.pieces, group.first_keys, strict=True)
-        ]
+        self._tables = tuple(rows)
         self.num_tables = len(self._tables)
         self.wire_ids: tuple[npt.DTypeLike, ...] = tuple(
-            np.int32 if piece.num_rows <= 2**31 else np.int64 for _, piece, _ in self._tables
+            np.int32 if table.num_rows <= 2**31 else np.int64 for table in self._tables
         )
         self._wire_bytes, self._dense_bytes = wire_bytes, dense_bytes
 
-    def touched(self, local: Sequence[GroupPlan]) -> list[Int64Array]:
+    def touched(self, keys_of_group: Mapping[int, Tensor]) -> list[Int64Array]:
         """Per table the distinct rows of this rank's batch, ascending.
 
         Args:
-            local: the plans of the groups that are everywhere; empty for a batch with a bad id.
+            keys_of_group: the batch's distinct keys, ascending; of a group that isn't there: none.
         """
-        if not local:
-            return [np.empty(0, dtype=np.int64) for _ in self._tables]
         rows: list[Int64Array] = []
-        for index, piece, key in self._tables:
-            keys_K = local[index].unique.keys_K
-            low, high = sorted_stretch(keys_K, key, key + piece.num_rows)
-            rows.append(keys_K[low:high].numpy() - key)
+        for table in self._tables:
+            keys_K = keys_of_group.get(table.group)
+            if keys_K is None:
+                rows.append(np.empty(0, dtype=np.int64))
+                continue
+            low, high = sorted_stretch(keys_K, table.first_key, table.first_key + table.num_rows)
+            rows.append(keys_K[low:high].numpy() - table.first_key)
         return rows
 
     def choose(self, num_rows: Int64Array) -> ReplicaCounts:
         """Gather or dense, per table, from `(W, tables)` counts."""
         dense = []
-        for table, (_, piece, _) in enumerate(self._tables):
-            id_bytes = np.dtype(self.wire_ids[table]).itemsize
-            gathered = int(num_rows[:, table].sum()) * (piece.dim * self._wire_bytes + id_bytes)
-            dense.append(gathered > 2 * piece.num_rows * (piece.dim + 1) * self._dense_bytes)
+        for index, table in enumerate(self._tables):
+            id_bytes = np.dtype(self.wire_ids[index]).itemsize
+            gathered = int(num_rows[:, index].sum()) * (table.dim * self._wire_bytes + id_bytes)
+            dense.append(gathered > 2 * table.num_rows * (table.dim + 1) * self._dense_bytes)
         return ReplicaCounts(num_rows.copy(), tuple(dense))
 
     def num_id_bytes(self, rank: int, counts: ReplicaCounts) -> int:
@@ -114,9 +135,9 @@ class Replicas:
     def num_values(self, rank: int, counts: ReplicaCounts) -> int:
         """Gradient values that `rank` sends to each other rank."""
         return sum(
-            int(counts.num_rows[rank, table]) * piece.dim
-            for table, (_, piece, _) in enumerate(self._tables)
-            if not counts.is_dense[table]
+            int(counts.num_rows[rank, index]) * table.dim
+            for index, table in enumerate(self._tables)
+            if not counts.is_dense[index]
         )
 
     def read_rows(
@@ -138,9 +159,9 @@ class Replicas:
         ]
 
     def _of_table(self, table: int, gradients: Sequence[KVGradients]) -> Tensor:
-        index, piece, key = self._tables[table]
-        _, keys_K, grads_KD = next(entry for entry in gradients if entry[0] == index)
-        low, high = sorted_stretch(keys_K, key, key + piece.num_rows)
+        group, key, num_rows, _ = self._tables[table]
+        _, keys_K, grads_KD = next(entry for entry in gradients if entry[0] == group)
+        low, high = sorted_stretch(keys_K, key, key + num_rows)
         return grads_KD[low:high]
 
     def begin_dense(
@@ -154,13 +175,13 @@ class Replicas:
             return None
         matrices = []
         for table in chosen:
-            _, piece, _ = self._tables[table]
+            _, _, num_rows, dim = self._tables[table]
             grads_KD = self._of_table(table, gradients)
-            matrix = grads_KD.new_zeros(piece.num_rows, piece.dim + 1)
+            matrix = grads_KD.new_zeros(num_rows, dim + 1)
             # Its own rows are known here, though no ids travelled.
             rows_K = torch.from_numpy(counts.rows[self._comm.rank][table])
-            matrix[rows_K, : piece.dim] = grads_KD
-            matrix[rows_K, piece.dim] = 1
+            matrix[rows_K, :dim] = grads_KD
+            matrix[rows_K, dim] = 1
             matrices.append(matrix.reshape(-1))
         return self._comm.all_reduce("replicas", torch.cat(matrices))
 
@@ -186,15 +207,15 @@ class Replicas:
         sums: list[KVGradients] = []
         matrices = None if dense is None else dense.wait()
         matrix_start = 0
-        for table, (index, piece, key) in enumerate(self._tables):
+        for table, (group, key, num_rows, dim) in enumerate(self._tables):
             if counts.is_dense[table]:
                 assert matrices is not None
-                size = piece.num_rows * (piece.dim + 1)
-                matrix = matrices[matrix_start : matrix_start + size].view(piece.num_rows, -1)
+                size = num_rows * (dim + 1)
+                matrix = matrices[matrix_start : matrix_start + size].view(num_rows, -1)
                 matrix_start += size
-                rows_K = torch.nonzero(matrix[:, piece.dim])[:, 0]
-                grads_KD = matrix[rows_K, : piece.dim].contiguous()
-                sums.append(KVGradients(index, rows_K + key, grads_KD))
+                rows_K = torch.nonzero(matrix[:, dim])[:, 0]
+                grads_KD = matrix[rows_K, :dim].contiguous()
+                sums.append(KVGradients(group, rows_K + key, grads_KD))
                 continue
             parts: list[Tensor] = []
             for rank in range(self._comm.world_size):
@@ -203,12 +224,12 @@ class Replicas:
                     assert own_part is not None
                     parts.append(own_part)
                     continue
-                size = int(counts.num_rows[rank, table]) * piece.dim
+                size = int(counts.num_rows[rank, table]) * dim
                 start = positions[rank]
-                parts.append(received[rank][start : start + size].view(-1, piece.dim))
+                parts.append(received[rank][start : start + size].view(-1, dim))
                 positions[rank] += size
             rows_L = torch.from_numpy(np.concatenate([rows[table] for rows in counts.rows]))
             ordered = sort_keys(rows_L)
             grads_KD = bag_sum(torch.cat(parts), ordered.order_L, ordered.starts, None)
-            sums.append(KVGradients(index, ordered.keys_K + key, grads_KD))
+            sums.append(KVGradients(group, ordered.keys_K + key, grads_KD))
         return sums

@@ -12,7 +12,7 @@ vectors that come back become pooled columns. What the other ranks asked of this
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from data.batch import JaggedIds
 from embeddings.keys import sort_keys
-from embeddings.layout import FeatureSlice, KeySpace
+from embeddings.layout import KeySpace, keys_of
 from embeddings.router import (
     SampleMajorBags,
     key_factors,
@@ -51,6 +51,25 @@ class VectorBags(NamedTuple):
     weights_L: Tensor | None
 
 
+class HotPart(NamedTuple):
+    """Which of a request's distinct keys are hot rows of a table in host memory, which every rank
+    has.
+
+    Attributes:
+        cold_K: positions of the others.
+        hot_K: positions of the hot ones.
+        slots_K: int64 slots of the hot ones, ascending.
+    """
+
+    cold_K: Tensor
+    hot_K: Tensor
+    slots_K: Tensor
+
+
+SplitHot = Callable[[Int64Array, Int64Array], HotPart]
+"""From distinct ascending keys and how often each occurs in the batch."""
+
+
 @dataclass(frozen=True, eq=False)
 class Request:
     """What this rank asks of all ranks in one key space.
@@ -64,6 +83,8 @@ class Request:
         num_vectors: per rank the vectors that come back: keys (`kv`) or bags (`pooled`).
         bags: the pooled columns as bags of received vectors, which lie rank by rank.
         vectors: the transposed of `bags`.
+        hot: of a space in host memory, which of the distinct keys are hot: only the others are in
+            `keys_L`. `bags` and `vectors` speak of all distinct keys in ascending order.
     """
 
     keys_L: Int64Array
@@ -73,6 +94,7 @@ class Request:
     num_vectors: tuple[int, ...]
     bags: SampleMajorBags
     vectors: VectorBags
+    hot: HotPart | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,12 +141,24 @@ class _SliceIds(NamedTuple):
 
 
 def plan_request(
-    space: KeySpace, features: Sequence[FeatureConfig], ids: JaggedIds, dtype: torch.dtype
+    space: KeySpace,
+    features: Sequence[FeatureConfig],
+    ids: JaggedIds,
+    dtype: torch.dtype,
+    split: SplitHot | None = None,
 ) -> Request:
-    """This rank's request in one key space for one batch; its ids have been checked."""
+    """This rank's request in one key space for one batch; its ids have been checked.
+
+    Args:
+        space: the key space.
+        features: every sparse feature.
+        ids: the batch.
+        dtype: type of the factors.
+        split: tells hot keys, of which none is asked for; None: all are asked for.
+    """
     routed = _route(space, ids)
     if space.exchange == "kv":
-        return _plan_kv(space, features, ids, routed, dtype)
+        return _plan_kv(space, features, ids, routed, dtype, split)
     return _plan_pooled(space, features, ids, routed, dtype)
 
 
@@ -134,9 +168,14 @@ def _plan_kv(
     ids: JaggedIds,
     routed: _SliceIds,
     dtype: torch.dtype,
+    split: SplitHot | None,
 ) -> Request:
     ordered = sort_keys(torch.from_numpy(routed.keys_L))
     keys_K = ordered.keys_K.numpy()
+    hot = None
+    if split is not None:
+        hot = split(keys_K, np.diff(ordered.starts.numpy()))
+        keys_K = keys_K[hot.cold_K.numpy()]
     bounds = np.searchsorted(keys_K, space.bases)
     num_keys = np.diff(bounds)
     weights_L = _kept(key_factors(features, [part.feature for part in space.slices], ids), routed)
@@ -158,6 +197,7 @@ def _plan_kv(
         num_vectors=counts,
         bags=bags,
         vectors=vectors,
+        hot=hot,
     )
 
 
@@ -220,7 +260,7 @@ def _route(space: KeySpace, ids: JaggedIds) -> _SliceIds:
         start = offsets[part.feature * batch_size]
         stop = offsets[(part.feature + 1) * batch_size]
         segment_L = values_L[start:stop]
-        part_keys_L, kept_L = _keys_of(part, segment_L)
+        part_keys_L, kept_L = keys_of(part, segment_L)
         lengths_B = all_lengths_FB[part.feature]
         if kept_L is not None:
             bag_of_id_L = np.repeat(np.arange(batch_size), lengths_B)
@@ -235,20 +275,6 @@ def _route(space: KeySpace, ids: JaggedIds) -> _SliceIds:
         for part_keys_L, kept_L in zip(keys, kept, strict=True)
     ]
     return _SliceIds(np.concatenate(keys), lengths_FB, np.concatenate(filled))
-
-
-def _keys_of(
-    part: FeatureSlice, ids_L: Int64Array
-) -> tuple[Int64Array, npt.NDArray[np.bool_] | None]:
-    """The keys of those ids that have one, and which these are; None: all."""
-    if part.covers_table and len(part.key_shifts) == 1:
-        return ids_L + part.key_shifts[0], None
-    piece_L = np.searchsorted(part.row_stops, ids_L, side="right")
-    if part.covers_table:
-        return ids_L + part.key_shifts[piece_L], None
-    kept_L = piece_L < len(part.row_stops)
-    kept_L[kept_L] = ids_L[kept_L] >= part.row_starts[piece_L[kept_L]]
-    return ids_L[kept_L] + part.key_shifts[piece_L[kept_L]], kept_L
 
 
 def _kept(

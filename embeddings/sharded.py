@@ -14,10 +14,12 @@ from embeddings.bag_sum import bag_sum
 from embeddings.communicator import Communicator, Deferred, SingleProcess
 from embeddings.exchange import Exchange, ExchangePlan, PendingPlan
 from embeddings.fused import FusedGroup, load_fbgemm, why_not_fused
+from embeddings.host.executor import Executor, ThreadExecutor
+from embeddings.host.host_tables import HostSettings, HostTables
 from embeddings.kv_gradients import KVGradients
-from embeddings.layout import build_key_spaces, split_row_stretches
+from embeddings.layout import PeerStretch, build_key_spaces, split_row_stretches
 from embeddings.plan import Plan, single_process_plan
-from embeddings.replicas import Replicas
+from embeddings.replicas import ReplicaRows, Replicas
 from embeddings.router import GroupPlan, IdOutOfRange, Router
 from embeddings.row_optim import ROW_STATE, RowOptimizerConfig
 from embeddings.row_squares import RowSquares
@@ -61,6 +63,7 @@ class ShardedEmbeddings:
     Phases of a step, in order; each is called by all ranks, with an empty batch too:
 
         plan_batch(ids)            ids only; may run any number of steps ahead
+        stage(plans)               tables in host memory: their cold rows set out
         lookup(plan)               → pooled_BS, a leaf that the dense network differentiates
         backward(plan, grad, lr)   → KV gradients, summed over ranks, of the rows held here
         apply(gradients, lr)       rows and state updated; once per optimizer step, on every step
@@ -82,7 +85,9 @@ class ShardedEmbeddings:
         dtype: type of weights and state.
         comm: the ranks.
         plan: who owns what.
-        store: the rows that this rank holds, and their state.
+        store: the rows that this rank holds, and their state; of tables in host memory the newest
+            values only after `settle`.
+        host: the tables in host memory, where there are any.
         backend: the backend in use, `torch` or `fbgemm`.
         backend_message: one line on why it is that one.
         feature_offsets: `F + 1` columns; feature `f` has the columns
@@ -101,6 +106,8 @@ class ShardedEmbeddings:
         accumulate: micro-batches per optimizer step (`train.accumulate`); only tells whether a
             fused update is legal, the caller sums with `sum_kv`.
         clip_norm: bound of the global gradient norm or None; likewise.
+        host: how the rows of tables in host memory are brought; None: each step's at once.
+        executor: moves them; None: CPU threads.
 
     Raises:
         ValueError: naming the config key, for a type, plan or backend that can't be had.
@@ -120,6 +127,8 @@ class ShardedEmbeddings:
         backend: Backend = "auto",
         accumulate: int = 1,
         clip_norm: float | None = None,
+        host: HostSettings | None = None,
+        executor: Executor | None = None,
     ) -> None:
         if dtype not in (torch.float32, torch.float64):
             raise ValueError(f"tables are fp32 or fp64, not {dtype} (train.precision)")
@@ -152,20 +161,44 @@ class ShardedEmbeddings:
         self._router = Router(tables, features, self._local)
         self._spaces = build_key_spaces(self.plan, tables, features, groups_of_rank)
         self._everywhere = tables_everywhere(self.plan)
+        self.host: HostTables | None = None
+        if any(space.memory == "host" for space in self._spaces):
+            self.host = HostTables(
+                self._spaces,
+                features,
+                self.store,
+                self.comm,
+                executor or ThreadExecutor(),
+                host or HostSettings(),
+                dtype,
+            )
         self._exchange: Exchange | None = None
-        if self.comm.world_size > 1:
+        if self._spaces or self.comm.world_size > 1:
+            # One process sums nothing: its gradients are the sums.
+            replicated: list[ReplicaRows] = []
+            if self.comm.world_size > 1:
+                replicated = ReplicaRows.of_groups(self._local)
+                replicated += self.host.replicas() if self.host is not None else []
             replicas = Replicas(
-                self._local,
+                replicated,
                 self.comm,
                 wire_bytes=2 if wire in ("bf16", "fp16") else dtype.itemsize,
                 dense_bytes=dtype.itemsize,
             )
             self._exchange = Exchange(
-                self._spaces, replicas, self._router, features, self.comm, dtype=dtype, wire=wire
+                self._spaces,
+                replicas,
+                self._router,
+                features,
+                self.comm,
+                dtype=dtype,
+                wire=wire,
+                host=self.host,
             )
         self._row_squares: RowSquares | None = None
         if optimizer.name in ROW_STATE:
             stretches = split_row_stretches(self.plan, tables, groups_of_rank)
+            _refuse_split_host_rows(stretches)
             if stretches:
                 self._row_squares = RowSquares(stretches, tables, self.store, self.comm, dtype)
         self._reader = TableReader(tables, groups_of_rank, self._everywhere, self.store, self.comm)
@@ -243,7 +276,7 @@ class ShardedEmbeddings:
         except IdOutOfRange as error:
             sample = error.sample + first_sample
             bad_id = self._router.id_error(error.feature_index, error.id, sample)
-            if self._exchange is None:
+            if self.comm.world_size == 1:
                 raise bad_id from None
         if self.backend == "torch":
             for group in groups:
@@ -255,9 +288,50 @@ class ShardedEmbeddings:
         pending = None
         if self._exchange is not None:
             # Which rows of replicas are touched matters to their gradients only.
-            local = groups if training else ()
-            pending = self._exchange.begin_plan(ids, local, weight, bad_id)
+            local = groups if training and self.comm.world_size > 1 else ()
+            pending = self._exchange.begin_plan(ids, local, weight, bad_id, training=training)
+        if self.host is not None and training and bad_id is None:
+            self.host.count_samples(ids)
         return PendingBatchPlan(ids.batch_size, groups, weight, pending, training)
+
+    @property
+    def splits_hot(self) -> bool:
+        """Whether a step is to be computed in two parts (`sharding.host.mode=hotline`)."""
+        return self.host is not None and self.host.settings.mode == "hotline"
+
+    def hot_first(self, ids: JaggedIds) -> tuple[Tensor, int]:
+        """The samples whose every id is hot, then the others, both in their order; and how many are
+        hot. Where an id is bad none is: planning the batch as it is tells which."""
+        assert self.host is not None
+        try:
+            self._router.check(ids)
+        except IdOutOfRange:
+            return torch.arange(ids.batch_size), 0
+        is_hot_B = torch.from_numpy(self.host.all_hot(ids))
+        order_B = torch.argsort(is_hot_B.logical_not(), stable=True)
+        return order_B, int(is_hot_B.sum())
+
+    def stage(self, plans: Sequence[BatchPlan]) -> None:
+        """Sets out for the cold rows of a step's micro-batches, in host memory; returns at once.
+
+        Called once for every step, in their order, by all ranks, at most as many steps ahead as
+        `sharding.host.lookahead` says; left out, `lookup` does it for a step of one micro-batch.
+
+        Raises:
+            StagingOverflow: (a ValueError) where the staging buffers can't hold them.
+        """
+        if self.host is None:
+            return
+        asked = []
+        for plan in plans:
+            assert plan.exchange is not None
+            assert plan.exchange.staged is not None
+            keys = [
+                service.keys_L.numpy() if service is not None else None
+                for service in plan.exchange.services
+            ]
+            asked.append((plan.exchange.staged, keys))
+        self.host.stage(asked)
 
     # ---------------------------------------------------------------------------------- lookup
 
@@ -275,6 +349,13 @@ class ShardedEmbeddings:
 
     def begin_lookup(self, plan: BatchPlan, *, training: bool = True) -> Deferred[Tensor]:
         """As `lookup`, but returns with the rows under way."""
+        if self.host is not None:
+            assert plan.exchange is not None
+            staged = plan.exchange.staged
+            if staged is None:
+                self.host.settle()  # Nothing is trained: all rows are read from the store.
+            elif staged.step is None:
+                self.stage([plan])
         pending = None
         if self._exchange is not None:
             assert plan.exchange is not None
@@ -361,13 +442,16 @@ class ShardedEmbeddings:
             if self.backend == "fbgemm":
                 if columns:
                     self._fused[index].backward_and_update(plan.groups[index], group_grad_BS, lr)
-            elif columns or self._exchange is not None:
+            elif columns or self.comm.world_size > 1:
                 gradients.append(self._backward_group(index, plan.groups[index], group_grad_BS))
         if self._exchange is None:
             return Deferred(lambda: gradients)
         assert plan.exchange is not None
         space_grads = [self._take_columns(columns, grad_BS) for columns in self._space_columns]
-        return self._exchange.begin_grads(plan.exchange, space_grads, gradients)
+        if self.comm.world_size > 1:
+            return self._exchange.begin_grads(plan.exchange, space_grads, gradients)
+        of_spaces = self._exchange.begin_grads(plan.exchange, space_grads, [])
+        return Deferred(lambda: gradients + of_spaces.finish())
 
     def _backward_group(self, index: int, group: GroupPlan, grad_BS: Tensor) -> KVGradients:
         unique = group.unique
@@ -390,8 +474,15 @@ class ShardedEmbeddings:
         row_state: dict[int, Tensor] = {}
         if self._row_squares is not None:
             row_state = self._row_squares.new_state(kv_gradients)
+        if self.host is not None:
+            self.host.begin_update()
         for group, keys_K, grads_KD in kv_gradients:
-            self.store.apply(group, keys_K, grads_KD, lr, row_state.get(group))
+            if self.host is not None and self.host.holds(group):
+                self.host.update(group, keys_K, grads_KD, lr)
+            else:
+                self.store.apply(group, keys_K, grads_KD, lr, row_state.get(group))
+        if self.host is not None:
+            self.host.retire()
 
     def counted_once(self, kv_gradients: Sequence[KVGradients]) -> list[Tensor]:
         """Those gradients of this rank that, over all ranks, are the gradients of all rows, each
@@ -399,14 +490,19 @@ class ShardedEmbeddings:
         return [
             grads_KD
             for group, _, grads_KD in kv_gradients
-            if self.comm.rank == 0 or not self.store.groups[group].everywhere
+            if self.comm.rank == 0 or not self._is_everywhere(group)
         ]
+
+    def _is_everywhere(self, group: int) -> bool:
+        num_groups = len(self.store.groups)  # Those that follow are of hot rows.
+        return group >= num_groups or self.store.groups[group].everywhere
 
     # ------------------------------------------------------------------------------ whole rows
 
     def own_parts(self, table: str, row_start: int, row_stop: int) -> list[RowsPart]:
         """What this rank is to write down of some rows, so that all ranks together write each
         number once: the rows it holds; of a replica, an equal share of them."""
+        self.settle()
         if table in self._everywhere:
             size, start = row_stop - row_start, row_start
             row_start = start + size * self.comm.rank // self.comm.world_size
@@ -424,7 +520,23 @@ class ShardedEmbeddings:
         Returns:
             As `RowStore.read`, on rank 0; None on the others.
         """
+        self.settle()
         return self._reader.read(table, row_start, row_stop)
+
+    def settle(self) -> None:
+        """Makes `store` hold the newest values of every row of this rank, wherever they are."""
+        if self.host is not None:
+            self.host.settle()
+
+    def rows_changed(self) -> None:
+        """To be told by whoever writes to `store`: no copy of its rows is to be used any more."""
+        if self.host is not None:
+            self.host.rows_changed()
+
+    def close(self) -> None:
+        """Ends what runs beside the caller."""
+        if self.host is not None:
+            self.host.close()
 
 
 class PendingBatchPlan:
@@ -477,6 +589,21 @@ class PendingBatchPlan:
             sum(exchange.batch_sizes),
             self._training,
         )
+
+
+def _refuse_split_host_rows(stretches: Sequence[PeerStretch]) -> None:
+    """One state for a whole row, of which a rank has some columns: not built for host memory.
+
+    Raises:
+        ValueError: naming the table and the keys.
+    """
+    for stretch in stretches:
+        if "host" in (stretch.source.memory, stretch.target.memory):
+            raise ValueError(
+                f"table {stretch.table!r}: columns of a table in host memory on several ranks "
+                "under optim.sparse.name=rowwise_adagrad aren't built: set sharding=row_wise or "
+                f"table_wise, +sharding.tables.{stretch.table}.memory=device, or another optim"
+            )
 
 
 def merge_in_order(ranges: Sequence[ColumnRange]) -> list[ColumnRange]:

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from embeddings.keys import sorted_stretch
 from embeddings.row_memory import rows_to_fill
-from embeddings.row_optim import ROW_STATE, RowOptimizerConfig, state_widths, update_rows
+from embeddings.row_optim import ROW_STATE, RowOptimizerConfig, state_widths
+from embeddings.row_update import update_in_place
 from embeddings.table import TableConfig, fill_uniform
 from embeddings.table_group import Piece, TableGroup
 
 WEIGHT = "weight"
-_UPDATE_BLOCK_BYTES = 1 << 18
 _BLOCK_ROWS = 65_536
 
 
@@ -169,9 +169,6 @@ class RowStore:
     ) -> None:
         """Update rows and their state by the rule, reading and writing only those rows.
 
-        Works through the rows in blocks: what a rule makes on its way stays in the cache, and needs
-        no memory of the size of all touched rows.
-
         Args:
             group: index of the group.
             keys_K: int64 keys, distinct.
@@ -183,26 +180,17 @@ class RowStore:
         """
         if not keys_K.numel():
             return
-        weights, states = self._weights[group], self._state[group]
-        block_rows = max(1, _UPDATE_BLOCK_BYTES // (weights.shape[1] * weights.element_size()))
-        for low in range(0, keys_K.numel(), block_rows):
-            block = slice(low, low + block_rows)
-            block_keys_K = keys_K[block]
-            rows_KD = weights.index_select(0, block_keys_K)
-            touched = {name: state.index_select(0, block_keys_K) for name, state in states.items()}
-            update_rows(
-                self._optimizer,
-                rows_KD,
-                touched,
-                grads_KD[block],
-                lr=lr,
-                num_steps=self.num_steps,
-                row_state_K1=None if row_state_K1 is None else row_state_K1[block],
-            )
-            weights.index_copy_(0, block_keys_K, rows_KD)
-            if row_state_K1 is None:
-                for name, state in states.items():
-                    state.index_copy_(0, block_keys_K, touched[name])
+        states = self._state[group]
+        update_in_place(
+            self._optimizer,
+            self._weights[group],
+            states,
+            keys_K,
+            grads_KD,
+            lr=lr,
+            num_steps=self.num_steps,
+            row_state_K1=row_state_K1,
+        )
         if row_state_K1 is not None:
             (state,) = states.values()
             for low, high in self._with_first_column(group, keys_K):

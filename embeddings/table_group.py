@@ -69,8 +69,9 @@ class TableGroup:
         dim: local number of columns, `D`.
         dtype: type of weights and state.
         optimizer: name of the update rule (`RowOptimizerConfig.name`).
-        everywhere: whether every rank holds all of these tables (one process, or replicas). Such a
-            group is looked up in locally; of all others the ids travel.
+        everywhere: whether every rank holds all of these tables (one process, or replicas) in
+            device memory. Such a group is looked up in locally; of all others the ids travel.
+        memory: `device` or `host`.
     """
 
     pieces: tuple[Piece, ...]
@@ -78,6 +79,7 @@ class TableGroup:
     dtype: torch.dtype
     optimizer: str
     everywhere: bool = True
+    memory: Memory = "device"
 
     @cached_property
     def first_keys(self) -> tuple[int, ...]:
@@ -98,23 +100,25 @@ class TableGroup:
 def local_groups(
     plan: Plan, *, rank: int, dtype: torch.dtype, optimizer: str
 ) -> tuple[TableGroup, ...]:
-    """The groups of `rank`: those of tables that are everywhere first, then by local dim in the
-    order of first appearance. Every rank can compute those of every other."""
+    """The groups of `rank`: those of tables that are everywhere first, then by local dim and memory
+    in the order of first appearance. Every rank can compute those of every other."""
     everywhere = tables_everywhere(plan)
-    by_kind: dict[tuple[bool, int], list[Piece]] = {}
+    by_kind: dict[tuple[bool, int, Memory], list[Piece]] = {}
     for piece in pieces_of_rank(plan, rank):
-        by_kind.setdefault((piece.table in everywhere, piece.dim), []).append(piece)
-    kinds = sorted(by_kind, key=lambda kind: not kind[0])
+        kind = (piece.table in everywhere, piece.dim, piece.memory)
+        by_kind.setdefault(kind, []).append(piece)
     return tuple(
-        TableGroup(tuple(by_kind[kind]), kind[1], dtype, optimizer, everywhere=kind[0])
-        for kind in kinds
+        TableGroup(tuple(by_kind[kind]), kind[1], dtype, optimizer, kind[0], kind[2])
+        for kind in sorted(by_kind, key=lambda kind: not kind[0])
     )
 
 
 def tables_everywhere(plan: Plan) -> set[str]:
-    """Tables that every rank holds whole: replicas and, in one process, every table."""
+    """Tables that every rank holds whole in device memory: replicas and, in one process, every
+    table of which no part is in host memory."""
     if plan.world_size == 1:
-        return {shard.table for shard in plan.shards}
+        in_host = {shard.table for shard in plan.shards if shard.memory == "host"}
+        return {shard.table for shard in plan.shards} - in_host
     return {shard.table for shard in plan.shards if plan.is_replicated(shard.table)}
 
 

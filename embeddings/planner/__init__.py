@@ -1,0 +1,1 @@
+"""What choosing a plan or a schedule rests on: a simulator of operations on resources."""

@@ -1,0 +1,120 @@
+"""Runs with tables in host memory, for tests: batches planned and staged a window ahead."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from sharding_cases import (
+    SEED,
+    History,
+    Model,
+    bounds_of_rank,
+    gradient_of,
+    learning_rate,
+    part_of,
+    plan_of,
+    read_tables,
+)
+
+from data.batch import JaggedIds
+from embeddings import Communicator, Plan, Shard, ShardedEmbeddings, TableConfig, sum_kv
+from embeddings.host.executor import Executor
+from embeddings.host.host_tables import HostSettings
+from embeddings.sharded import BatchPlan
+
+
+def host_plan(
+    layout: str, world_size: int, tables: Sequence[TableConfig], on_device: Sequence[str] = ()
+) -> Plan:
+    """A plan of a layout whose tables are in host memory, but for replicas and those named."""
+    plan = plan_of(layout, world_size, "kv", tables)
+    stay = {t.name for t in tables if t.name in on_device or plan.is_replicated(t.name)}
+    shards: list[Shard] = [
+        shard if shard.table in stay else replace(shard, memory="host") for shard in plan.shards
+    ]
+    moved = Plan(world_size, tuple(shards), plan.exchange)
+    moved.validate(tables)
+    return moved
+
+
+def first_rows(tables: Sequence[TableConfig], share: float) -> dict[str, np.ndarray]:
+    """That share of every table's rows: the first, which `draw_ids` prefers."""
+    return {t.name: np.arange(int(t.rows * share), dtype=np.int64) for t in tables}
+
+
+def build_host(
+    comm: Communicator,
+    model: Model,
+    plan: Plan,
+    settings: HostSettings,
+    executor: Executor | None,
+    dtype: torch.dtype = torch.float64,
+) -> ShardedEmbeddings:
+    """This rank's tables, torch backend."""
+    return ShardedEmbeddings(
+        model.tables,
+        model.features,
+        model.optimizer,
+        dtype=dtype,
+        seed=SEED,
+        plan=plan,
+        comm=comm,
+        backend="torch",
+        host=settings,
+        executor=executor,
+    )
+
+
+def train_host(
+    comm: Communicator,
+    model: Model,
+    plan: Plan,
+    batches: Sequence[JaggedIds],
+    settings: HostSettings,
+    hot: Mapping[str, np.ndarray],
+    *,
+    executor: Executor | None = None,
+    dtype: torch.dtype = torch.float64,
+    between: Callable[[int, ShardedEmbeddings], Any] = lambda step, embeddings: None,
+    tamper: Callable[[ShardedEmbeddings], Any] = lambda embeddings: None,
+) -> tuple[History, ShardedEmbeddings]:
+    """One rank's part of a run with a window of `settings.window` staged steps.
+
+    Args:
+        between: called before every step.
+        tamper: called once, before the first.
+    """
+    embeddings = build_host(comm, model, plan, settings, executor, dtype)
+    assert embeddings.host is not None
+    embeddings.host.choose_rows(hot)
+    tamper(embeddings)
+    history = History()
+    staged: deque[tuple[int, int, BatchPlan]] = deque()
+    upcoming = iter(enumerate(batches))
+
+    def stage_next() -> None:
+        for step, ids in upcoming:
+            start, stop = bounds_of_rank(ids.batch_size, step, comm.rank, comm.world_size)
+            planned = embeddings.plan_batch(part_of(ids, start, stop))
+            embeddings.stage([planned])
+            staged.append((start, stop, planned))
+            return
+
+    for step in range(len(batches)):
+        between(step, embeddings)
+        while len(staged) < settings.window + 1 and len(staged) < len(batches) - step:
+            stage_next()
+        start, stop, planned = staged.popleft()
+        pooled_BS = embeddings.lookup(planned)
+        history.pooled.append((start, stop, pooled_BS.detach().clone()))
+        gradient_BS = gradient_of(pooled_BS, planned.global_batch_size)
+        gradients = sum_kv([embeddings.backward(planned, gradient_BS, learning_rate(step))])
+        embeddings.apply(gradients, learning_rate(step))
+    history.tables = read_tables(embeddings, model)
+    embeddings.close()
+    return history, embeddings
