@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -12,11 +13,13 @@ from dlrm.config import TrainRun
 from dlrm.launch import WorkerContext
 from dlrm.model import DLRM, check_table_names, table_dim
 from embeddings.communicator import Communicator, ProcessGroup, SingleProcess
+from embeddings.host.host_tables import HostSettings, Mode
 from embeddings.plan import Plan
 from embeddings.row_optim import RowOptimizerConfig, RowOptimizerName
 from embeddings.sharded import Backend, ShardedEmbeddings, Wire
 from embeddings.table import FeatureConfig, Pooling, TableConfig
 
+_RECENT_STEPS = 256
 PRECISION_DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}
 
 
@@ -79,10 +82,40 @@ def build_embeddings(
             backend=backend,
             accumulate=config.train.accumulate,
             clip_norm=config.optim.clip_norm,
+            host=_host_settings(config, tables, features, plan) if for_training else None,
         )
     except ValueError as error:
         # `embeddings` knows no UserError; what it refuses at construction is the user's to mend.
         raise UserError(str(error)) from error
+
+
+def _host_settings(
+    config: TrainRun,
+    tables: Sequence[TableConfig],
+    features: Sequence[FeatureConfig],
+    plan: Plan | None,
+) -> HostSettings | None:
+    """How the rows of tables in host memory come; None where there are none."""
+    in_host = {s.table for s in plan.shards if s.memory == "host"} if plan is not None else set()
+    if not in_host:
+        return None
+    host = config.sharding.host
+    # `auto` has put tables on the device; those that a plan file puts into host memory stay there.
+    mode = "gather" if host.mode == "auto" else host.mode
+    if mode == "hotline" and config.train.accumulate > 1:
+        raise UserError(
+            f"sharding.host.mode=hotline computes a batch in two parts of its own: leave out "
+            f"train.accumulate={config.train.accumulate}, or set another mode"
+        )
+    num_features = sum(1 for feature in features if feature.table in in_host)
+    return HostSettings(
+        mode=cast(Mode, mode),
+        lookahead=host.lookahead,
+        batch_rows=config.data.batch_size * num_features,
+        staging_bytes=None if host.staging_mb is None else int(host.staging_mb * 2**20),
+        hot_bytes=int(host.hot_mb * 2**20),
+        recent_steps=_RECENT_STEPS if host.drift is not None else 0,
+    )
 
 
 def build_model(config: TrainRun, manifest: Manifest) -> DLRM:

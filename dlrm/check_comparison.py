@@ -76,6 +76,7 @@ class Comparison:
     ) -> None:
         self._trainer, self._tap, self._config = trainer, tap, config
         self._end_to_end = end_to_end
+        self._may_reorder = trainer.embeddings.splits_hot
         self._plan = trainer.embeddings.plan
         self._dims = {table.name: table.dim for table in trainer.embeddings.tables}
         wire = config.sharding.wire if trainer.comm.world_size > 1 else "fp32"
@@ -113,11 +114,13 @@ class Comparison:
             SamplesDiffer: where the ranks' samples aren't the batch's.
         """
         reference = self._reference
-        if not torch.equal(torch.cat([rank.row_B for rank in ranks]), batch.row_B):
+        ordered = _as_computed(batch, [rank.row_B for rank in ranks], self._may_reorder)
+        if ordered is None:
             raise SamplesDiffer(
                 f"{self.differences.at}: the ranks' samples aren't those of the global batch in "
                 "its order, each once"
             )
+        batch = ordered
         self.differences.num_steps += 1
         if self._end_to_end:
             plain = reference.gradients(batch)
@@ -339,6 +342,36 @@ class Comparison:
         widths = {_WEIGHT: dim, **state_widths(rule, dim)}
         dtype = self._trainer.embeddings.dtype
         return {name: assemble(parts, name, rows_K, width, dtype) for name, width in widths.items()}
+
+
+def _as_computed(batch: Batch, rows_of_rank: Sequence[Tensor], may_reorder: bool) -> Batch | None:
+    """The global batch in the order in which the ranks computed its samples.
+
+    Args:
+        batch: in the order of the data.
+        rows_of_rank: per rank its samples' `row_B`.
+        may_reorder: whether a rank may have changed the order of its own samples.
+
+    Returns:
+        None where these aren't the samples.
+    """
+    if torch.equal(torch.cat(list(rows_of_rank)), batch.row_B):
+        return batch
+    sizes = [rows_B.numel() for rows_B in rows_of_rank]
+    if not may_reorder or sum(sizes) != batch.batch_size:
+        return None
+    order: list[Tensor] = []
+    start = 0
+    for rows_B, size in zip(rows_of_rank, sizes, strict=True):
+        given_B = batch.row_B[start : start + size]
+        by_row_B, given_by_row_B = rows_B.argsort(stable=True), given_B.argsort(stable=True)
+        if not torch.equal(rows_B[by_row_B], given_B[given_by_row_B]):
+            return None
+        order_B = torch.empty(size, dtype=torch.int64)
+        order_B[by_row_B] = given_by_row_B + start
+        order.append(order_B)
+        start += size
+    return batch.select(torch.cat(order))
 
 
 def _captured_parts(ranks: Sequence[RankStep], batch: Batch) -> list[CapturedPart]:

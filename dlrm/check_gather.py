@@ -144,7 +144,17 @@ def gradient_parts(
 ) -> list[TablePart]:
     """Gradients by key as gradients by row."""
     parts = []
+    num_groups = len(embeddings.store.groups)
     for group_index, keys_K, grads_KD in kv_gradients:
+        if group_index >= num_groups:
+            assert embeddings.host is not None
+            parts += [
+                TablePart(table, columns, rows_K, {"gradient": grads_KD[position_K]})
+                for table, columns, rows_K, position_K in embeddings.host.own_hot_rows(
+                    group_index, keys_K
+                )
+            ]
+            continue
         group = embeddings.store.groups[group_index]
         for piece, first_key in zip(group.pieces, group.first_keys, strict=True):
             is_here = (keys_K >= first_key) & (keys_K < first_key + piece.num_rows)
@@ -161,6 +171,7 @@ def row_parts(embeddings: ShardedEmbeddings, rows: Mapping[str, Tensor]) -> list
         embeddings: the tables.
         rows: by table row numbers, ascending.
     """
+    embeddings.settle()
     num_rows = {table.name: table.rows for table in embeddings.tables}
     parts = []
     for table, rows_K in rows.items():

@@ -91,6 +91,7 @@ def run_pass(
             return _Pass(trainer, config, dataset, made, end_to_end, beat).run()
         finally:
             trainer.recorder.close()
+            trainer.close()
 
 
 class _Pass:

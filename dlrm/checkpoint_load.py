@@ -138,6 +138,7 @@ def _load_model(
                     _write_part(info, reader, store, part, beat, state=state)
     finally:
         reader.close()
+    embeddings.rows_changed()
 
 
 def _write_part(

@@ -218,6 +218,25 @@ def bce_loss(
     return loss / total_weight
 
 
+def check_may_split(model: nn.Module) -> None:
+    """Refuses to compute a batch in two parts where that isn't the same model.
+
+    The loss is a sum over samples, so parts add up, unless a sample's result depends on which
+    others are in its part (batch norm), or on how many came before (dropout's random numbers).
+
+    Raises:
+        UserError: naming the module.
+    """
+    for name, module in model.named_modules():
+        is_norm = isinstance(module, nn.modules.batchnorm._NormBase) and module.training
+        is_dropout = isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
+        if is_norm or is_dropout:
+            raise UserError(
+                f"sharding.host.mode=hotline computes a batch in two parts, which changes what "
+                f"{name} ({type(module).__name__}) does; set sharding.host.mode=lookahead"
+            )
+
+
 def _build_interaction(
     config: ModelConfig,
     num_dense: int,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from dlrm.config import TrainRun
 from dlrm.sharding import FILE_LAYOUT, TableShardingConfig
 from embeddings.plan import Plan
 from embeddings.plan_builders import build_plan
-from embeddings.plan_choice import PlannedLayout
+from embeddings.plan_choice import LayoutChoice, PlannedLayout
 from embeddings.table import TableConfig
 from embeddings.traffic import TableStats
 
@@ -59,7 +60,7 @@ def make_plan(
             tables,
             features,
             stats,
-            sharding.choice(),
+            _on_device(sharding.choice()) if stays_on_device(config) else sharding.choice(),
             world_size,
             config.launch.ranks_per_host or ranks_per_host or world_size,
             config.data.batch_size,
@@ -67,6 +68,18 @@ def make_plan(
     except ValueError as error:
         # `embeddings` knows no UserError; what it refuses here is the user's to mend.
         raise UserError(str(error)) from error
+
+
+def stays_on_device(config: TrainRun) -> bool:
+    """Whether `sharding.host.mode=auto` leaves tables that were asked into host memory where the
+    dense network runs: on CPU that is the same memory, and staging would only copy rows."""
+    sharding = config.sharding
+    return sharding.may_use_host and sharding.host.mode == "auto" and config.launch.device == "cpu"
+
+
+def _on_device(choice: LayoutChoice) -> LayoutChoice:
+    tables = {name: replace(table, memory=None) for name, table in choice.tables.items()}
+    return replace(choice, memory="device", tables=tables)
 
 
 def load_table_stats(dataset: PreparedDataset) -> dict[str, TableStats]:
@@ -134,12 +147,6 @@ def _read_plan(path: Path, tables: Sequence[TableConfig], world_size: int) -> Pl
         plan.validate(tables)
     except ValueError as error:
         raise UserError(f"{key}: {error}") from error
-    for shard in plan.shards:
-        if shard.memory == "host":
-            raise UserError(
-                f"{key}: table {shard.table!r}, rank {shard.rank}: memory is 'host', but tables in "
-                "host memory aren't built yet"
-            )
     return plan
 
 

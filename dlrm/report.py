@@ -20,6 +20,7 @@ import numpy.typing as npt
 from markupsafe import Markup
 
 from dlrm import report_plots
+from dlrm.host_timeline import HOST_TIMELINE
 from dlrm.phases import OTHER, OTHER_SHARE, with_other
 
 FloatArray = npt.NDArray[np.float64]
@@ -50,6 +51,7 @@ class RunFiles:
     result: Mapping[str, Any] = field(default_factory=dict)
     evaluation: Mapping[str, Any] = field(default_factory=dict)
     timeline: Mapping[str, Any] = field(default_factory=dict)
+    host_timeline: Mapping[str, Any] = field(default_factory=dict)
     train_lines: list[Mapping[str, Any]] = field(default_factory=list)
     eval_lines: list[Mapping[str, Any]] = field(default_factory=list)
     config_yaml: str | None = None
@@ -98,6 +100,8 @@ def read_run(run_dir: Path) -> RunFiles:
     run.config_yaml = _read_text(run_dir / "config.yaml", run.notes)
     if "profile" in run.result:
         run.timeline = _read_mapping(run_dir / "profile" / "timeline.json", run.notes)
+    if isinstance(run.result.get("host"), Mapping):
+        run.host_timeline = _read_mapping(run_dir / HOST_TIMELINE, run.notes)
     num_damaged = 0
     for text in (_read_text(run_dir / "metrics.jsonl", run.notes) or "").splitlines():
         line = _parsed(text)
@@ -136,7 +140,7 @@ def render_report(run: RunFiles) -> str:
             FigureTable(how, _rows({**run.result, **train}, SPEED)),
         ],
         tables=_tables(run, train),
-        plots=[*_plots(run), *_profile_plots(run)],
+        plots=[*_plots(run), *_host_plots(run), *_profile_plots(run)],
         config_yaml=run.config_yaml,
     )
 
@@ -289,6 +293,25 @@ COMMUNICATION: tuple[_RowSpec, ...] = (
     ("dense gradients sent", "bytes_sent_per_step.dense", _bytes),
     ("imbalance over ranks", "imbalance", _short),
 )
+HOST: tuple[_RowSpec, ...] = (
+    ("mode", "mode", str),
+    ("steps that rows are brought ahead", "lookahead", _whole),
+    ("hot rows, on every rank", "hot_rows", _whole),
+    ("hot rows with their state", "hot_bytes", _bytes),
+    ("lookups of hot rows", "row_hit_share", _percent),
+    ("expected", "expected_row_hit_share", _percent),
+    ("samples with hot rows only", "all_hot_share", _percent),
+    ("expected, if features were independent", "expected_all_hot_share", _percent),
+    ("cold rows per step", "per_step.cold", _whole),
+    ("of these forwarded by an earlier step", "per_step.forwarded", _whole),
+    ("written back per step", "per_step.written", _whole),
+    ("write-backs avoided per step", "per_step.kept", _whole),
+    ("read from host memory per step", "per_step.to_device_bytes", _bytes),
+    ("written to host memory per step", "per_step.to_host_bytes", _bytes),
+    ("computation waited for rows, per step and rank", "per_step.stall_ms", _ms),
+    ("of the rows' way hidden behind computation", "hidden_share", _percent),
+    ("hot rows chosen anew", "num_hot_choices", _whole),
+)
 DATA: tuple[_RowSpec, ...] = (
     ("name", "name", str),
     ("synthetic", "synthetic", str),
@@ -317,11 +340,13 @@ def _tables(run: RunFiles, train: Mapping[str, Any]) -> list[FigureTable]:
     if isinstance(reasons, Mapping) and result.get("world_size") != 1:
         rows = [(str(table), str(reason)) for table, reason in reasons.items()]
         placed = [FigureTable("Plan: where each table lies, and why", rows)]
+    has_host = isinstance(result.get("host"), Mapping)
     return [
         _table("Training", train, TRAINING),
         data,
         _table("Memory", result, MEMORY),
         _table("Communication per step and rank", _at(result, "comm"), COMMUNICATION),
+        *([_table("Tables in host memory", _at(result, "host"), HOST)] if has_host else []),
         *placed,
         FigureTable("Versions", [(str(name), str(version)) for name, version in named]),
         _table("Seed and digests", result, IDENTITY),
@@ -485,6 +510,33 @@ def _phase_times(lines: Sequence[Mapping[str, Any]]) -> tuple[FloatArray, list[s
     if OTHER not in names and rest_ms.sum() > OTHER_SHARE * step_ms.sum():
         names, phase_ms = [*names, OTHER], np.column_stack([phase_ms, rest_ms])
     return samples, names, phase_ms
+
+
+def _host_plots(run: RunFiles) -> list[Plot]:
+    """Of a run with tables in host memory: some steps, and what was under way meanwhile."""
+    if not isinstance(run.result.get("host"), Mapping):
+        return []
+    items = run.host_timeline.get("spans")
+    of_row: dict[str, list[tuple[str, float, float]]] = {}
+    for item in items if isinstance(items, list) else []:
+        if isinstance(item, list) and len(item) == 4:
+            of_row.setdefault(str(item[0]), []).extend(_spans([item[1:]]))
+    length = _number(run.host_timeline.get("length_ms"))
+    phases = of_row.pop("compute", [])
+    first, num_steps = (_number(run.host_timeline.get(k)) for k in ("first_step", "num_steps"))
+    title = "Rows on their way while steps are computed, rank 0"
+    if first is not None and num_steps is not None:
+        title += f": steps {first:.0f} to {first + num_steps - 1:.0f}"
+    return [
+        Plot(
+            title,
+            report_plots.host_timeline(length, phases, of_row)
+            if length is not None and length > 0 and phases
+            else None,
+            "No steps were recorded.",
+            is_wide=True,
+        )
+    ]
 
 
 def _profile_plots(run: RunFiles) -> list[Plot]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import matplotlib.style
 import numpy as np
@@ -232,23 +232,55 @@ def timeline(
         of_kind = [span for span in in_flight_at if span[0] == kind]
         rows.append((f"{kind} under way", of_kind, {kind: BLUE}))
 
+    return _lanes("timeline", "A profiled step", step_ms, rows)
+
+
+def host_timeline(length_ms: float, phases_at: Spans, queues: Mapping[str, Spans]) -> Markup:
+    """Some steps: their phases, and what the queues of the host path did meanwhile.
+
+    Args:
+        length_ms: from the first step's start to the last one's end; the rest is cut off.
+        phases_at: `(name, start, ms)` from the first step's start on.
+        queues: likewise, a row for each.
+    """
+    rows: list[tuple[str, Spans, dict[str, str]]] = [("steps", phases_at, PHASE_COLOURS)]
+    for queue, spans in queues.items():
+        names = dict.fromkeys((name for name, _, _ in spans), BLUE)
+        rows.append((queue.replace("_", " "), spans, names))
+    return _lanes("host-timeline", "Rows on their way", length_ms, rows)
+
+
+def _lanes(
+    name: str, title: str, length_ms: float, rows: list[tuple[str, Spans, dict[str, str]]]
+) -> Markup:
+    """Rows of spans over one axis of time; those of the first row have their names where they fit.
+
+    Args:
+        name: of the picture.
+        title: what it shows.
+        length_ms: of the axis.
+        rows: `(label, spans, colour by name)`.
+    """
+
     def draw(axes: Axes) -> None:
         for number, (_, spans, colour_of) in enumerate(rows):
             axes.broken_barh(
                 [(start, ms) for _, start, ms in spans],
                 (number - 0.35, 0.7),
-                facecolors=[colour_of.get(name, GREY) for name, _, _ in spans],
+                facecolors=[colour_of.get(span, GREY) for span, _, _ in spans],
                 linewidth=0,
             )
-        for name, start, ms in phases_at:
-            if ms > 0.08 * step_ms:
+        for span, start, ms in rows[0][1]:
+            if ms > 0.08 * length_ms:
                 middle = start + ms / 2
-                axes.text(middle, 0, name.replace("_", " "), ha="center", va="center", color="#fff")
+                axes.text(middle, 0, span.replace("_", " "), ha="center", va="center", color="#fff")
         axes.set_yticks(range(len(rows)), [label for label, _, _ in rows])
-        axes.set(xlim=(0, step_ms), ylim=(len(rows) - 0.5, -0.5), xlabel="ms from the step's start")
+        axes.set(
+            xlim=(0, length_ms), ylim=(len(rows) - 0.5, -0.5), xlabel="ms from the step's start"
+        )
         axes.grid(visible=False, axis="y")
 
-    return _svg("timeline", "A profiled step", draw, (WIDE_INCHES[0], 1.0 + 0.32 * len(rows)))
+    return _svg(name, title, draw, (WIDE_INCHES[0], 1.0 + 0.32 * len(rows)))
 
 
 def times(name: str, ms: dict[str, float], step_ms: float) -> Markup:

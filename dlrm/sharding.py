@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, cast
 
 from data.errors import UserError
+from dlrm.host_config import HostConfig
 from embeddings.plan import Memory
 from embeddings.plan_choice import (
     LAYOUTS,
@@ -19,6 +20,7 @@ from embeddings.plan_choice import (
 
 FILE_LAYOUT = "file"
 _EXCHANGES = ("auto", "pooled", "kv")
+_MEMORIES = ("device", "host")
 _WIRE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
@@ -32,6 +34,8 @@ class TableShardingConfig:
     """`auto`, `pooled` or `kv`."""
     ranks: list[int] | None = None
     """The ranks that hold the table, in the order of its parts; one for `table_wise`."""
+    memory: str | None = None
+    """`device` or `host`."""
 
 
 @dataclass
@@ -50,7 +54,9 @@ class ShardingConfig:
     """`pooled`: the owner of rows pools them and sends a vector per bag. `kv`: it sends each
     distinct row once. `auto`: what is expected to move fewer bytes, for each table."""
     memory: str = "device"
-    """Where shards lie: `device`, or `host` (not built yet)."""
+    """Where shards lie: `device`, or `host`, from where rows come in steps; see `host`."""
+    host: HostConfig = field(default_factory=HostConfig)
+    """How they come."""
     wire: str = "fp32"
     """Type of values on the way: `fp32` (the tables' own type, so fp64 under
     `train.precision=fp64`), `bf16` or `fp16`."""
@@ -59,16 +65,14 @@ class ShardingConfig:
     # Not dict[str, TableShardingConfig]: OmegaConf refuses `+sharding.tables.C1.layout=…` in a dict
     # of dataclasses. __post_init__ makes a TableShardingConfig of each value.
     tables: dict[str, Any] = field(default_factory=dict)
-    """What differs for single tables, by name: `layout`, `exchange`, `ranks`."""
+    """What differs for single tables, by name: `layout`, `exchange`, `ranks`, `memory`."""
 
     def __post_init__(self) -> None:
         self.tables = {name: _table_config(name, value) for name, value in self.tables.items()}
         _check_choice("sharding.layout", self.layout, (*LAYOUTS, FILE_LAYOUT))
         _check_choice("sharding.exchange", self.exchange, _EXCHANGES)
-        _check_choice("sharding.memory", self.memory, ("device", "host"))
+        _check_choice("sharding.memory", self.memory, _MEMORIES)
         _check_choice("sharding.wire", self.wire, tuple(_WIRE_BYTES))
-        if self.memory == "host":
-            raise UserError("sharding.memory=host: tables in host memory aren't built yet")
         if self.layout == FILE_LAYOUT:
             self._check_file()
         elif self.plan is not None:
@@ -78,12 +82,34 @@ class ShardingConfig:
             )
         for name, table in self.tables.items():
             self._check_table(f"sharding.tables.{name}", table)
+        self._check_host()
+
+    @property
+    def may_use_host(self) -> bool:
+        """Whether a table may be put into host memory."""
+        tables = self.tables.values()
+        return (
+            self.memory == "host"
+            or any(table.memory == "host" for table in tables)
+            or self.layout == FILE_LAYOUT
+        )
+
+    def _check_host(self) -> None:
+        if not self.may_use_host:
+            for name, default in vars(HostConfig()).items():
+                if getattr(self.host, name) != default:
+                    warnings.warn(
+                        f"sharding.host.{name}={getattr(self.host, name)} is ignored: no table is "
+                        "in host memory (sharding.memory=device)",
+                        stacklevel=4,
+                    )
 
     def _check_file(self) -> None:
         if self.plan is None:
             raise UserError("sharding=file: name the file, sharding.plan=…/plan.json")
         given = [f"sharding.tables.{name}" for name in self.tables]
         given += [f"sharding.exchange={self.exchange}"] if self.exchange != "auto" else []
+        given += [f"sharding.memory={self.memory}"] if self.memory != "device" else []
         if given:
             raise UserError(
                 f"{given[0]}: with sharding=file the plan file says this for every table; leave it "
@@ -95,6 +121,8 @@ class ShardingConfig:
             _check_choice(f"{key}.layout", table.layout, LAYOUTS)
         if table.exchange is not None:
             _check_choice(f"{key}.exchange", table.exchange, _EXCHANGES)
+        if table.memory is not None:
+            _check_choice(f"{key}.memory", table.memory, _MEMORIES)
         layout = table.layout or self.layout
         if layout == "replicated" and table.exchange in ("pooled", "kv"):
             warnings.warn(
@@ -124,6 +152,7 @@ class ShardingConfig:
                     layout=cast("Layout | None", table.layout),
                     exchange=cast("ExchangeChoice | None", table.exchange),
                     ranks=None if table.ranks is None else tuple(table.ranks),
+                    memory=cast("Memory | None", table.memory),
                 )
                 for name, table in self.tables.items()
             },

@@ -22,10 +22,11 @@ from dlrm.config import TrainRun
 from dlrm.datasets import open_dataset
 from dlrm.display import PrepareDisplay
 from dlrm.heartbeat import keep_beating
+from dlrm.host_timeline import HOST_TIMELINE
 from dlrm.launch import WorkerContext, join, start
 from dlrm.metrics import BinaryMetrics, EvalResult
 from dlrm.optim import describe_semantics
-from dlrm.planning import make_plan
+from dlrm.planning import make_plan, stays_on_device
 from dlrm.profile import PROFILE_FOLDER, StepProfiler, describe_profile, profiled_steps
 from dlrm.resume import is_restarted, with_restarts
 from dlrm.run_folder import RunFolder
@@ -302,8 +303,13 @@ def train_rank(context: WorkerContext, task: TrainTask, say: Callable[[str], Non
         result["model_digest"] = trainer.digest()
         result["memory"] = trainer.memory()
         result["comm"] = trainer.comm_figures()
+        if (host := trainer.host_figures()) is not None:
+            result["host"] = host
+            if (timeline := trainer.host_timeline()) is not None:
+                folder.write_json(HOST_TIMELINE, timeline)
         result |= _test_best(trainer, folder, result["data"], trainer.say)
     finally:
+        trainer.close()
         if trainer.is_first:
             folder.write_json("result.json", result)
 
@@ -333,6 +339,11 @@ def _announce_data(config: TrainRun, dataset: PreparedDataset, say: Callable[[st
 
 
 def _announce_plan(task: TrainTask, say: Callable[[str], None]) -> None:
+    if stays_on_device(task.config):
+        say(
+            "host    auto: the tables stay on the device: host memory is the CPU's own, and "
+            "staging would only copy rows that can be used where they lie"
+        )
     if task.layout.plan.world_size > 1:
         for line in task.layout.plan.describe():
             say(f"plan    {line}")
@@ -354,6 +365,9 @@ def _announce_model(config: TrainRun, trainer: Trainer, say: Callable[[str], Non
         held = ", ".join(f"{(table + state) / 2**20:,.0f}" for table, state in sizes)
         say(f"memory  {held} MiB of rows and state on ranks 0 to {num_ranks - 1}")
     say(f"tables  {embeddings.backend_message}")
+    if trainer.hot_set is not None:
+        for line in trainer.hot_set.describe():
+            say(f"host    {line}")
     for line in describe_semantics(config.optim):
         say(f"optim   {line.removeprefix('optimizers: ')}")
     local = "one process: local batch the same"

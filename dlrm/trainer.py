@@ -26,8 +26,10 @@ from dlrm.comm_figures import comm_figures
 from dlrm.config import TrainRun
 from dlrm.dense_reducer import DenseReducer
 from dlrm.display import TrainDisplay
+from dlrm.host_timeline import HostTimeline
+from dlrm.hot_set import RunHotSet, host_figures
 from dlrm.metrics import BestTracker, BinaryMetrics, EvalResult
-from dlrm.model import bce_loss
+from dlrm.model import bce_loss, check_may_split
 from dlrm.model_digest import model_digest
 from dlrm.optim import Schedule, build_dense_optimizer, clip_factor
 from dlrm.pipeline import Pipeline, PlannedBatch
@@ -89,6 +91,11 @@ class Trainer:
         self.say = say if self.is_first else lambda line: None
         self.embeddings = build_embeddings(config, dataset.manifest, plan=plan, comm=self.comm)
         self.model = build_model(config, dataset.manifest)
+        self.hot_set: RunHotSet | None = None
+        if self.embeddings.host is not None:
+            if self.embeddings.splits_hot:
+                check_may_split(self.model)
+            self.hot_set = RunHotSet(config, dataset, self.embeddings, self.say)
         self.dense_optimizer = build_dense_optimizer(self.model, config.optim)
         self.batches_per_epoch = dataset.num_batches("train", config.data.batch_size)
         self.total_steps = self.batches_per_epoch * config.train.epochs
@@ -117,6 +124,7 @@ class Trainer:
         self._timer.on_phase = lambda phase: beat(self.steps_done + 1, phase)
         self._beat = beat
         self._pipeline: Pipeline | None = None
+        self._host_timeline: HostTimeline | None = None
         self._not_finite: str | None = None
 
     # fit
@@ -131,6 +139,13 @@ class Trainer:
             num_bytes = bytes_to_copy(self._contents())
             with self.comm.uncounted():
                 self._saver = AsyncSaver(self.checkpoints, self.comm, num_bytes, self._beat_save)
+        if self.embeddings.host is not None and self.is_first:
+            self._host_timeline = HostTimeline(
+                self.embeddings.host.executor.timeline,
+                self._timer,
+                self.total_steps,
+                self.steps_done,
+            )
         with self._display:
             try:
                 if self._is_evaluation_owed:
@@ -170,6 +185,8 @@ class Trainer:
                 lrs = self._learning_rates()
                 self.steps_done += 1
                 self._batch += 1
+                if self._host_timeline is not None:
+                    self._host_timeline.step_done(self.steps_done)
                 num_samples = planned.global_batch_size
                 self.recorder.step(self.steps_done, epoch, num_samples, loss, seconds, lrs)
                 is_epoch_done = self._batch == self.batches_per_epoch
@@ -180,6 +197,8 @@ class Trainer:
                 self.is_stopped = self.reducer.is_stopping and self.steps_done < self.total_steps
                 if is_evaluation_due and not self.is_stopped:
                     self._evaluate_and_save()
+                    if self.hot_set is not None:
+                        self.hot_set.follow_drift(self._pipeline)
                 elif self.is_stopped or self._is_checkpoint_due():
                     self._check_finite()
                     self._save(is_best=False)
@@ -483,6 +502,20 @@ class Trainer:
         of_ranks = self.comm.all_gather_object(own)
         return {name: max(rank[name] for rank in of_ranks) for name in own}
 
+    def host_timeline(self) -> dict[str, Any] | None:
+        """Some steps as spans, on rank 0; None without tables in host memory."""
+        return self._host_timeline.figures() if self._host_timeline is not None else None
+
+    def close(self) -> None:
+        """Ends what runs beside the trainer."""
+        self.embeddings.close()
+
+    def host_figures(self) -> dict[str, Any] | None:
+        """The `host` part of result.json; None without tables in host memory; called by all."""
+        if self.hot_set is None or self.embeddings.host is None:
+            return None
+        return {**host_figures(self.embeddings.host, self.embeddings), **self.hot_set.figures()}
+
     def comm_figures(self) -> dict[str, Any]:
         """The `comm` part of result.json, of the steps since the run was resumed; called by all."""
         return comm_figures(self.comm, max(self.steps_done - self._steps_before, 1))
@@ -531,6 +564,7 @@ class Trainer:
 
     def _is_finite(self) -> bool:
         here = all(bool(torch.isfinite(p).all()) for p in self.model.parameters())
+        self.embeddings.settle()
         here = here and self.embeddings.store.is_finite()
         return all(self.comm.all_gather_object(here))
 

@@ -208,6 +208,7 @@ class _Loading:
         if self._config.train.warm_start.state:
             # Adam's bias correction belongs to its moments.
             store.num_steps = self._info.values["num_row_steps"]
+        self._embeddings.rows_changed()
         own = self._model.state_dict()
         for name in self._fit.dense_taken:
             own[name].copy_(self._fit.dense[name])

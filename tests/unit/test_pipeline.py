@@ -42,8 +42,12 @@ class Noting:
 
     def __init__(self, world_size: int = 2) -> None:
         self.comm = SimpleNamespace(world_size=world_size)
+        self.host, self.splits_hot = None, False
         self.events: list[tuple[str, int]] = []
         self.weights: list[float | None] = []
+
+    def stage(self, plans: Any) -> None:
+        """Nothing is in host memory."""
 
     def begin_plan(
         self, ids: JaggedIds, *, weight_sum: float | None = None, first_sample: int = 0

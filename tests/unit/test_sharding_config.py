@@ -50,7 +50,6 @@ def run_config(**sharding: Any) -> TrainRun:
         ({"layout": "rows"}, r"sharding.layout=rows: must be one of auto, table_wise, .*, file"),
         ({"exchange": "all"}, r"sharding.exchange=all: must be one of auto, pooled, kv"),
         ({"memory": "disk"}, r"sharding.memory=disk: must be one of device, host"),
-        ({"memory": "host"}, r"sharding.memory=host: tables in host memory aren't built yet"),
         ({"wire": "fp8"}, r"sharding.wire=fp8: must be one of fp32, bf16, fp16"),
         ({"layout": "file"}, r"sharding=file: name the file, sharding.plan="),
         ({"plan": "p.json"}, r"sharding.plan=p.json: .*sharding=file only, .*sharding=auto"),
@@ -232,8 +231,11 @@ def test_a_plan_file_is_read_and_checked(
     Path("mine.json").write_text(Plan(2, plan.shards[1:], plan.exchange).to_json())
     with pytest.raises(UserError, match=r"^sharding.plan=mine.json: table 'shared': gap: rows 0:"):
         make_plan(config, visits, 2)
-    Path("mine.json").write_text(plan.to_json().replace('"device"', '"host"'))
-    with pytest.raises(UserError, match=r"'shared', rank 0: memory is 'host', .*aren't built yet"):
+    in_host = plan.to_json().replace('"device"', '"host"').replace('"pooled"', '"kv"')
+    Path("mine.json").write_text(in_host)
+    assert {shard.memory for shard in make_plan(config, visits, 2).plan.shards} == {"host"}
+    Path("mine.json").write_text(in_host.replace('"kv"', '"pooled"'))
+    with pytest.raises(UserError, match=r"in host memory has the exchange 'kv', not 'pooled'"):
         make_plan(config, visits, 2)
     Path("mine.json").write_text("{}")
     with pytest.raises(UserError, match=r"^sharding.plan=mine.json: the plan has format_version N"):
