@@ -9,7 +9,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from sharding_cases import (
+
+from data.batch import JaggedIds
+from embeddings import Communicator, Plan, Shard, ShardedEmbeddings, TableConfig, sum_kv
+from embeddings.host.executor import Executor
+from embeddings.host.host_tables import HostSettings
+from embeddings.sharded import BatchPlan
+from tests.sharding_cases import (
     SEED,
     History,
     Model,
@@ -20,12 +26,6 @@ from sharding_cases import (
     plan_of,
     read_tables,
 )
-
-from data.batch import JaggedIds
-from embeddings import Communicator, Plan, Shard, ShardedEmbeddings, TableConfig, sum_kv
-from embeddings.host.executor import Executor
-from embeddings.host.host_tables import HostSettings
-from embeddings.sharded import BatchPlan
 
 
 def host_plan(

@@ -174,7 +174,9 @@ class HostTables:
         limit = None
         if settings.staging_bytes is not None:
             groups = sum(1 for g in self._store.groups if g.memory == "host")
-            limit = settings.staging_bytes // (groups * num_buffers * width * dtype.itemsize)
+            # Over a link, a buffer has a second place for the records that go back.
+            places = groups * num_buffers * (2 if self.executor.has_link else 1)
+            limit = settings.staging_bytes // (places * width * dtype.itemsize)
         rows = min(settings.batch_rows, most) if limit is None else min(limit, most)
         return StagingRing(
             self.executor, num_buffers, width, dtype, capacity_rows=rows, limit_rows=limit

@@ -338,7 +338,7 @@ def refusal(
         (["bench.sides=[embedding_bag]", "model=dlrm_dcnv2"], "model.interaction=dcnv2"),
         (["bench.sides=[embedding_bag]", "train.accumulate=2"], "train.accumulate=2"),
         (["bench.sides=[dlrm]", "data.batch_size=600"], "data.batch_size=600: the valid part"),
-        (["kind=host"], "kind=host: must be one of train, exchange, prepare, loader"),
+        (["kind=plan"], "kind=plan: must be one of train, exchange, prepare, loader"),
     ],
 )
 def test_what_cannot_be_compared_is_refused(

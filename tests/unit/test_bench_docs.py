@@ -182,7 +182,7 @@ def test_only_what_is_between_the_markers_changes(script: ModuleType, tmp_path: 
     [
         ({"status": "failed: BenchFailed: embedding_bag is another model"}, "isn't complete"),
         ({"status": "failed: not finished"}, "isn't complete"),
-        ({"kind": "host"}, "isn't a run of `dlrm bench`"),
+        ({"kind": "plan"}, "isn't a run of `dlrm bench`"),
     ],
 )
 def test_runs_that_may_not_be_shown_are_refused(

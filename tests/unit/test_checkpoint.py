@@ -7,7 +7,6 @@ import json
 import os
 import pickle
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -35,12 +34,11 @@ from dlrm.tensor_file import DamagedError
 from embeddings import TableConfig
 from embeddings.communicator import SingleProcess
 from tests.checkpoint_cases import Part, make_part
+from tests.programs import run_python
 from tests.sharding_cases import TABLES, plan_of
 from tests.thread_ranks import ThreadRank, run_ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-CHECKOUT = Path(__file__).parents[2]
 
 
 def one_part(rule: str = "adam", seed: int = 7, **more: Any) -> Part:
@@ -782,25 +780,6 @@ while True:
         break
 print(json.dumps(outcomes))
 """
-
-
-def run_python(program: str, *arguments: str | Path) -> Any:
-    """A program's last word, as JSON."""
-    result = subprocess.run(
-        [sys.executable, "-c", program, *map(str, arguments)],
-        cwd=CHECKOUT,
-        env={
-            **os.environ,
-            "PYTHONPATH": str(CHECKOUT),
-            "MALLOC_MMAP_THRESHOLD_": "131072",
-            "OMP_NUM_THREADS": "1",
-        },
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert result.returncode == 0, result.stderr
-    return json.loads(result.stdout)
 
 
 def test_a_kill_at_any_moment_of_a_save_leaves_a_whole_model(tmp_path: Path) -> None:

@@ -1,27 +1,22 @@
 """Memory of a step follows the batch, and filling a table needs the table and little more.
 
 Measured in processes of their own, as the peak of a process only ever grows: those of the steps
-are forks of one that has imported everything, whose own peak they don't inherit. While a program
-runs, glibc raises the size from which freed memory is returned at once; MALLOC_MMAP_THRESHOLD_
-pins it. Without it these figures say little.
+are forks of one that has imported everything, whose own peak they don't inherit.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.programs import run_python
+
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="resident memory is read from /proc/self"
 )
-
-REPOSITORY = Path(__file__).resolve().parents[2]
 
 STEPS_PROGRAM = """
 import json, os, sys
@@ -101,24 +96,6 @@ print(json.dumps({"table_bytes": out.nbytes, "extra_bytes": status_bytes("VmHWM"
 """
 
 
-def measure(program: str, *arguments: str) -> dict[str, Any]:
-    result = subprocess.run(
-        [sys.executable, "-c", program, *arguments],
-        cwd=REPOSITORY,
-        env={
-            **os.environ,
-            "PYTHONPATH": str(REPOSITORY),
-            "MALLOC_MMAP_THRESHOLD_": "131072",
-            "OMP_NUM_THREADS": "1",
-        },
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert result.returncode == 0, result.stderr
-    return json.loads(result.stdout)
-
-
 CASES = [
     ("torch", "sgd"),
     ("torch", "rowwise_adagrad"),
@@ -133,7 +110,7 @@ CASES = [
 @pytest.fixture(scope="module")
 def memory_of_steps() -> dict[str, Any]:
     """What `STEPS_PROGRAM` measures, by case."""
-    return measure(STEPS_PROGRAM, json.dumps(CASES))
+    return run_python(STEPS_PROGRAM, json.dumps(CASES))
 
 
 @pytest.mark.parametrize(("backend", "name"), CASES)
@@ -147,6 +124,6 @@ def test_a_steps_memory_follows_the_batch(
 
 
 def test_filling_a_table_needs_little_beside_it() -> None:
-    measured = measure(FILL_PROGRAM)
+    measured = run_python(FILL_PROGRAM)
     assert measured["table_bytes"] == 256_000_000
     assert measured["table_bytes"] <= measured["extra_bytes"] <= 1.3 * measured["table_bytes"]

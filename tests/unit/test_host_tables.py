@@ -8,10 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from host_cases import first_rows, host_plan, train_host
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sharding_cases import (
+
+from embeddings import RowOptimizerConfig, SingleProcess
+from embeddings.host.executor import LinkRates, SimulatedRates, ThreadExecutor
+from embeddings.host.host_tables import HostSettings, Mode
+from tests.host_cases import first_rows, host_plan, train_host
+from tests.sharding_cases import (
     TABLES,
     History,
     Model,
@@ -20,12 +24,8 @@ from sharding_cases import (
     train,
     train_reference,
 )
-from stepped_executor import SteppedExecutor
-from thread_ranks import run_ranks
-
-from embeddings import RowOptimizerConfig, SingleProcess
-from embeddings.host.executor import LinkRates, SimulatedRates, ThreadExecutor
-from embeddings.host.host_tables import HostSettings, Mode
+from tests.stepped_executor import SteppedExecutor
+from tests.thread_ranks import run_ranks
 
 OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad", "adam")
 HOT_SHARE = 0.2
