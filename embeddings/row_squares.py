@@ -8,7 +8,7 @@ adds the shares up in the order of the columns: all get the new state, one of th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -47,6 +47,7 @@ class RowSquares:
         store: this rank's rows.
         comm: the ranks.
         dtype: type of the state.
+        read: copies of rows of a group and of their states, by keys; None: those of the store.
     """
 
     def __init__(
@@ -56,7 +57,9 @@ class RowSquares:
         store: RowStore,
         comm: Communicator,
         dtype: torch.dtype,
+        read: Callable[[int, Tensor], tuple[Tensor, Mapping[str, Tensor]]] | None = None,
     ) -> None:
+        self._read = read or store.gather_all
         self._stretches, self._store, self._comm, self._dtype = stretches, store, comm, dtype
         self._dims = {table.name: table.dim for table in tables}
         self._state_name = ROW_STATE[store.optimizer.name]
@@ -94,16 +97,15 @@ class RowSquares:
 
     def _own_shares(self, gradients: KVGradients) -> list[_Share]:
         group, grads_KD = self._store.groups[gradients.group], gradients.grads_KD
-        if self._store.optimizer.weight_decay:
-            rows_KD = self._store.gather(gradients.group, gradients.keys_K)
-            grads_KD = decayed(self._store.optimizer, rows_KD, grads_KD)
-        state_R1 = self._store.state(gradients.group)[self._state_name]
+        rows_KD, states = self._read(gradients.group, gradients.keys_K)
+        grads_KD = decayed(self._store.optimizer, rows_KD, grads_KD)
+        state_K1 = states[self._state_name]
         shares: list[_Share] = []
         for piece, key in zip(group.pieces, group.first_keys, strict=True):
             low, high = sorted_stretch(gradients.keys_K, key, key + piece.num_rows)
             values_K = row_squares(grads_KD[low:high], self._dims[piece.table])[:, 0]
             if piece.has_first_column:
-                values_K = values_K + state_R1[gradients.keys_K[low:high], 0]
+                values_K = values_K + state_K1[low:high, 0]
             shares.append(_Share(piece.columns[0][0], gradients.group, low, high, values_K))
         return shares
 

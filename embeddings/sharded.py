@@ -17,7 +17,7 @@ from embeddings.fused import FusedGroup, load_fbgemm, why_not_fused
 from embeddings.host.executor import Executor, ThreadExecutor
 from embeddings.host.host_tables import HostSettings, HostTables
 from embeddings.kv_gradients import KVGradients
-from embeddings.layout import PeerStretch, build_key_spaces, split_row_stretches
+from embeddings.layout import build_key_spaces, split_row_stretches
 from embeddings.plan import Plan, single_process_plan
 from embeddings.replicas import ReplicaRows, Replicas
 from embeddings.router import GroupPlan, IdOutOfRange, Router
@@ -192,15 +192,20 @@ class ShardedEmbeddings:
                 features,
                 self.comm,
                 dtype=dtype,
-                wire=wire,
+                # One process sends nothing: what it has isn't rounded.
+                wire=wire if self.comm.world_size > 1 else "fp32",
                 host=self.host,
             )
         self._row_squares: RowSquares | None = None
         if optimizer.name in ROW_STATE:
             stretches = split_row_stretches(self.plan, tables, groups_of_rank)
-            _refuse_split_host_rows(stretches)
             if stretches:
-                self._row_squares = RowSquares(stretches, tables, self.store, self.comm, dtype)
+                read = None if self.host is None else self.host.read
+                self._row_squares = RowSquares(
+                    stretches, tables, self.store, self.comm, dtype, read
+                )
+            if self.host is not None and any(s.source.memory == "host" for s in stretches):
+                self.host.keep_row_state(tables)
         self._reader = TableReader(tables, groups_of_rank, self._everywhere, self.store, self.comm)
 
         dims = {table.name: table.dim for table in tables}
@@ -471,14 +476,17 @@ class ShardedEmbeddings:
         groups = [gradients.group for gradients in kv_gradients]
         assert len(set(groups)) == len(groups), f"one gradient per group, not {groups}: use sum_kv"
         self.store.begin_step()
-        row_state: dict[int, Tensor] = {}
-        if self._row_squares is not None:
-            row_state = self._row_squares.new_state(kv_gradients)
         if self.host is not None:
             self.host.begin_update()
+        row_state: dict[int, Tensor] = {}
+        if self._row_squares is not None:
+            of_store = [g for g in kv_gradients if g.group < len(self.store.groups)]
+            row_state = self._row_squares.new_state(of_store)
+        if self.host is not None:
+            row_state |= self.host.new_hot_state(kv_gradients)
         for group, keys_K, grads_KD in kv_gradients:
             if self.host is not None and self.host.holds(group):
-                self.host.update(group, keys_K, grads_KD, lr)
+                self.host.update(group, keys_K, grads_KD, lr, row_state.get(group))
             else:
                 self.store.apply(group, keys_K, grads_KD, lr, row_state.get(group))
         if self.host is not None:
@@ -589,21 +597,6 @@ class PendingBatchPlan:
             sum(exchange.batch_sizes),
             self._training,
         )
-
-
-def _refuse_split_host_rows(stretches: Sequence[PeerStretch]) -> None:
-    """One state for a whole row, of which a rank has some columns: not built for host memory.
-
-    Raises:
-        ValueError: naming the table and the keys.
-    """
-    for stretch in stretches:
-        if "host" in (stretch.source.memory, stretch.target.memory):
-            raise ValueError(
-                f"table {stretch.table!r}: columns of a table in host memory on several ranks "
-                "under optim.sparse.name=rowwise_adagrad aren't built: set sharding=row_wise or "
-                f"table_wise, +sharding.tables.{stretch.table}.memory=device, or another optim"
-            )
 
 
 def merge_in_order(ranges: Sequence[ColumnRange]) -> list[ColumnRange]:

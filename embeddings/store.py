@@ -155,6 +155,11 @@ class RowStore:
         """
         return self._weights[group].index_select(0, keys_K)
 
+    def gather_all(self, group: int, keys_K: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Copies of rows, as `gather`, and of their states by name."""
+        states = {n: s.index_select(0, keys_K) for n, s in self._state[group].items()}
+        return self.gather(group, keys_K), states
+
     def begin_step(self) -> None:
         """Count an optimizer step; called once per step, before the groups are updated."""
         self.num_steps += 1
@@ -193,10 +198,10 @@ class RowStore:
         )
         if row_state_K1 is not None:
             (state,) = states.values()
-            for low, high in self._with_first_column(group, keys_K):
+            for low, high in self.with_first_column(group, keys_K):
                 state.index_copy_(0, keys_K[low:high], row_state_K1[low:high])
 
-    def _with_first_column(self, group: int, keys_K: Tensor) -> list[tuple[int, int]]:
+    def with_first_column(self, group: int, keys_K: Tensor) -> list[tuple[int, int]]:
         """Positions of the sorted keys that lie in pieces with the first column, half-open."""
         table_group = self._groups[group]
         return [

@@ -175,25 +175,41 @@ class ColdRows:
         weights = staged.buffer.device_KR[:, : self._layout.dim]
         return weights.index_select(0, self._on_device(position_L))
 
-    def update(self, keys_K: Tensor, grads_KD: Tensor, lr: float) -> None:
+    def read(self, keys_K: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Copies of weights and states of keys that the oldest staged step holds."""
+        staged = self._window[0]
+        at = self._on_device(staged.positions(keys_K.numpy()))
+        weights, states = self._layout.views(staged.buffer.device_KR.index_select(0, at))
+        return weights, states
+
+    def update(
+        self, keys_K: Tensor, grads_KD: Tensor, lr: float, row_state_K1: Tensor | None = None
+    ) -> None:
         """Updates the records of the oldest staged step, as `RowStore.apply` does rows.
 
         Args:
             keys_K: distinct keys of the group.
             grads_KD: one gradient per key.
             lr: learning rate.
+            row_state_K1: see `RowStore.apply`.
         """
         staged = self._window[0]
         weights, state = self._layout.views(staged.buffer.device_KR)
+        at_K = self._on_device(staged.positions(keys_K.cpu().numpy()))
         update_in_place(
             self._store.optimizer,
             weights,
             state,
-            self._on_device(staged.positions(keys_K.cpu().numpy())),
+            at_K,
             grads_KD,
             lr=lr,
             num_steps=self._store.num_steps,
+            row_state_K1=row_state_K1,
         )
+        if row_state_K1 is not None:
+            (whole,) = state.values()
+            for low, high in self._store.with_first_column(self._group, keys_K):
+                whole.index_copy_(0, at_K[low:high], row_state_K1[low:high])
 
     def retire(self, *, waits: bool) -> None:
         """Gives the oldest step's records, now updated, to whom they belong next.
@@ -404,10 +420,10 @@ class RecordLayout:
 
 def index_on_device(rows: Tensor, device: torch.device) -> Tensor:
     """Row numbers where the rows are: themselves on a CPU, a copy on another device."""
-    if device.type == "cuda" and rows.device.type == "cpu":
+    if device.type == "cuda" and rows.device.type == "cpu" and rows.numel():
         # From pageable memory the copy would wait for all that was issued to the stream before.
-        rows = rows.pin_memory()
-    return rows.to(device, non_blocking=True)
+        return rows.pin_memory().to(device, non_blocking=True)
+    return rows.to(device)
 
 
 def _intersect(first: Int64Array, second: Int64Array) -> bool:

@@ -28,13 +28,15 @@ from embeddings.host.cold_rows import ColdRows, RecordLayout, StagedRows
 from embeddings.host.executor import Executor
 from embeddings.host.figures import HostCounters
 from embeddings.host.hot_rows import COLD, HotRows
+from embeddings.host.hot_squares import HotSquares
 from embeddings.host.hotness import RecentCounts
 from embeddings.host.staging import RingBytes, StagingRing
+from embeddings.kv_gradients import KVGradients
 from embeddings.layout import KeySpace, keys_of
 from embeddings.replicas import ReplicaRows
 from embeddings.requests import HotPart, SplitHot
 from embeddings.store import RowStore
-from embeddings.table import FeatureConfig
+from embeddings.table import FeatureConfig, TableConfig
 from embeddings.table_group import ColumnRange
 
 Int64Array = npt.NDArray[np.int64]
@@ -146,6 +148,7 @@ class HostTables:
         first_group = len(store.groups)
         self.hot_group = {i: first_group + n for n, i in enumerate(self.spaces)}
         self._space_of_hot_group = {group: i for i, group in self.hot_group.items()}
+        self._hot_squares: HotSquares | None = None
         self._cold: dict[int, ColdRows] = {}
         self._rings: list[StagingRing] = []
         self._space_of_group: dict[int, int] = {}
@@ -338,6 +341,8 @@ class HostTables:
             assert keys_H.size <= self.hot_capacity(index), "more hot rows than hot_bytes holds"
             hot.is_loaded = False
             hot.choose(keys_H)
+        if self._hot_squares is not None:
+            self._hot_squares.hot_rows_chosen()
         self.counters.num_hot_choices += 1
 
     # ------------------------------------------------------------------------------------ steps
@@ -392,15 +397,53 @@ class HostTables:
         self._is_settled = False
         self._use(self._window[0])
 
-    def update(self, group: int, keys_K: Tensor, grads_KD: Tensor, lr: float) -> None:
+    def update(
+        self,
+        group: int,
+        keys_K: Tensor,
+        grads_KD: Tensor,
+        lr: float,
+        row_state_K1: Tensor | None = None,
+    ) -> None:
         """Updates rows of the oldest staged step: by keys of a group in the store, or by slots of a
-        space's hot rows."""
+        space's hot rows. `row_state_K1`: see `RowStore.apply`."""
         if not keys_K.numel():
             return
-        if group in self._space_of_hot_group:
-            self.hot[self._space_of_hot_group[group]].update(keys_K, grads_KD, lr)
-        else:
-            self._cold[self._space_of_group[group]].update(keys_K, grads_KD, lr)
+        if group not in self._space_of_hot_group:
+            index = self._space_of_group[group]
+            self._cold[index].update(keys_K, grads_KD, lr, row_state_K1)
+            return
+        index = self._space_of_hot_group[group]
+        first_K = None
+        if row_state_K1 is not None:
+            assert self._hot_squares is not None
+            first_K = self._hot_squares.first_columns(index, keys_K)
+        self.hot[index].update(keys_K, grads_KD, lr, row_state_K1, first_K)
+
+    def keep_row_state(self, tables: Sequence[TableConfig]) -> None:
+        """From now on hot rows have one state for all their columns, which are cut."""
+        self._hot_squares = HotSquares(
+            self.spaces, self.hot, self._features, tables, self._store.optimizer
+        )
+        self._hot_squares.hot_rows_chosen()
+
+    def new_hot_state(self, gradients: Sequence[KVGradients]) -> dict[int, Tensor]:
+        """By group of hot rows the new state of whole rows; nothing where columns aren't cut."""
+        if self._hot_squares is None:
+            return {}
+        touched = {
+            self._space_of_hot_group[group]: (slots_K, grads_KD)
+            for group, slots_K, grads_KD in gradients
+            if group in self._space_of_hot_group and slots_K.numel()
+        }
+        new = self._hot_squares.new_state(touched)
+        return {self.hot_group[index]: state_K1 for index, state_K1 in new.items()}
+
+    def read(self, group: int, keys_K: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """Copies of rows and states, the newest ones; in host memory those that are staged."""
+        if group not in self._space_of_group:
+            return self._store.gather_all(group, keys_K)
+        return self._cold[self._space_of_group[group]].read(keys_K)
 
     def retire(self) -> None:
         """Ends the oldest staged step, after its update."""

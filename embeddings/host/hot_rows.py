@@ -88,8 +88,23 @@ class HotRows:
         slots_K = index_on_device(slots_K, self._executor.device)
         return self._records[:, : self._layout.dim].index_select(0, slots_K)
 
-    def update(self, slots_K: Tensor, grads_KD: Tensor, lr: float) -> None:
-        """Updates records, as `RowStore.apply` does rows: on every rank alike."""
+    def update(
+        self,
+        slots_K: Tensor,
+        grads_KD: Tensor,
+        lr: float,
+        row_state_K1: Tensor | None = None,
+        first_K: Tensor | None = None,
+    ) -> None:
+        """Updates records, as `RowStore.apply` does rows: on every rank alike.
+
+        Args:
+            slots_K: distinct slots.
+            grads_KD: one gradient per slot.
+            lr: learning rate.
+            row_state_K1: see `RowStore.apply`.
+            first_K: positions of the slots that keep it, where it is given.
+        """
         weights, state = self._layout.views(self._records)
         update_in_place(
             self._store.optimizer,
@@ -99,8 +114,19 @@ class HotRows:
             grads_KD,
             lr=lr,
             num_steps=self._store.num_steps,
+            row_state_K1=row_state_K1,
         )
+        if row_state_K1 is not None:
+            (whole,) = state.values()
+            at = index_on_device(slots_K[first_K], self._executor.device)
+            whole.index_copy_(0, at, row_state_K1[first_K])
         self._is_newer_H[slots_K.cpu().numpy()] = True
+
+    def state(self, slots_K: Tensor) -> Tensor:
+        """A copy of the one state of row-wise Adagrad, `(K, 1)`."""
+        _, state = self._layout.views(self._records)
+        (whole,) = state.values()
+        return whole.index_select(0, slots_K)
 
     def load(self) -> None:
         """Reads the hot rows from the stores of their owners; called by all ranks."""
