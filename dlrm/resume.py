@@ -98,6 +98,9 @@ def about_run(config: TrainRun, dataset: PreparedDataset, plan: Plan | None) -> 
         "data_digest": dataset.manifest.digest(),
         "data_root": str(dataset.root.resolve()),
         "dense_columns": dataset.manifest.dense_columns,
+        "dense_transforms": {
+            name: column.transform for name, column in dataset.manifest.schema.dense.items()
+        },
         "features": [asdict(feature) for feature in dataset.manifest.features],
         "model": asdict(config.model),
         "optim": {"sparse": asdict(config.optim.sparse), "dense": asdict(config.optim.dense)},

@@ -96,14 +96,17 @@ class StartingPoint:
         if self.resume is not None:
             _resume(trainer, self.resume.candidates)
         if self.warm_start is None:
-            return {}
+            # A run that began with a warm start says so after it was resumed as well.
+            began = trainer.warm_started
+            return {} if began is None else {"warm_start": began}
         model, embeddings = trainer.model, trainer.embeddings
         started = warm_start(
             self.warm_start, trainer.config, trainer.dataset, model, embeddings, beat
         )
         for line in started.lines():
             trainer.say(line)
-        return {"warm_start": started.as_dict()}
+        trainer.warm_started = started.as_dict()
+        return {"warm_start": trainer.warm_started}
 
 
 def _resume(trainer: Trainer, candidates: list[CheckpointInfo]) -> None:

@@ -71,6 +71,7 @@ class Trainer:
 
     Attributes:
         is_stopped: the run ended early, in order, since a rank was told to.
+        warm_started: what a warm start has loaded, also of a run that was resumed since.
     """
 
     def __init__(
@@ -111,6 +112,7 @@ class Trainer:
         self.best = BestTracker()
         self.steps_done = 0
         self.is_stopped = False
+        self.warm_started: dict[str, Any] | None = None
         self._is_stop_asked = is_stop_asked
         self._epoch, self._batch = 0, 0  # Of the next batch.
         self._evaluated_step = -1
@@ -410,6 +412,7 @@ class Trainer:
             tuple(recorder.history),
         )
         about = about_run(self.config, self.dataset, self._plan)
+        about["warm_start"] = self.warm_started
         about["torch_rng_state"] = bytes(torch.get_rng_state().tolist()).hex()
         files = {
             name: (self.folder.path / name).read_text()
@@ -445,6 +448,7 @@ class Trainer:
             elif progress.step > 0:
                 done = self._batch or self.batches_per_epoch
                 self._is_evaluation_owed = self._is_evaluation_due(done)
+            self.warm_started = info.values.get("warm_start")
             rng_state = list(bytes.fromhex(info.values["torch_rng_state"]))
             torch.set_rng_state(torch.tensor(rng_state, dtype=torch.uint8))
             self.recorder.resume(

@@ -90,11 +90,19 @@ class Fit:
                 [feature.name for feature in manifest.features],
             ),
         )
-        return [
+        differing = [
             f"the dense network's {what} differ: {_list_difference(old, new)}"
             for what, old, new in inputs
             if old != new
         ]
+        # Checkpoints of before this was recorded don't say.
+        transforms = values.get("dense_transforms", {})
+        differing += [
+            f"dense feature {name}: stored transform {transforms[name]}, wanted {column.transform}"
+            for name, column in manifest.schema.dense.items()
+            if transforms.get(name, column.transform) != column.transform
+        ]
+        return differing
 
     def _listing_differences(self) -> list[str]:
         old, new = self._info.tables, self._own

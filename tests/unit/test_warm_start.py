@@ -431,6 +431,34 @@ def test_an_identity_table_without_a_row_for_others_keeps_its_ids(old: Old, tmp_
     assert (counts.kept, counts.new, counts.dropped) == (8, 4, 1)
 
 
+def test_a_dense_feature_that_is_transformed_otherwise_is_named(
+    old: Old, grown: PreparedDataset
+) -> None:
+    # Equal names and shapes, and yet other inputs: its first layer's weights mean something else.
+    values = {**old.info.values, "dense_transforms": {"x": "identity", "y": "log1p"}}
+    message = refusal(replace(old.info, values=values), grown, grow=True)
+    assert "dense feature y: stored transform log1p, wanted identity" in message
+    assert "feature x" not in message
+
+
+def test_a_run_that_is_resumed_still_says_how_it_began(
+    old: Old, grown: PreparedDataset, tmp_path: Path
+) -> None:
+    overrides: dict[str, Any] = {"optim": rules("adagrad", "sgd")}
+    overrides["train"] = {"max_steps": 2}
+    began = {"from": "another run"}
+
+    def first(trainer: Trainer) -> None:
+        trainer.warm_started = began
+        trainer.fit()
+
+    found: list[Any] = []
+    Ranks(grown, tmp_path / "run", 1, "table_wise", overrides).run(first)
+    again = Ranks(grown, tmp_path / "run", 1, "table_wise", overrides, resume="latest")
+    again.run(lambda trainer: found.append(trainer.warm_started))
+    assert found == [began]
+
+
 def test_the_run_begins_at_step_0(old: Old, grown: PreparedDataset, tmp_path: Path) -> None:
     """Its schedule, epoch and samples are its own: every sample of the first epoch is seen."""
     overrides = {"optim": rules("adagrad", "sgd", schedule={"warmup_steps": 4})}
