@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ import xxhash
 from torch import Tensor, nn
 
 from data.synthetic import CRITEO_CARDINALITIES
+from dlrm.async_save import AsyncSaver, bytes_to_copy
 from dlrm.bench.measure import process_figures
 from dlrm.bench.sides import OWN
 from dlrm.build import communicator
@@ -37,7 +38,9 @@ PLAIN = "plain"
 DCP = "dcp"
 DCP_SAFETENSORS = "dcp_safetensors"
 SAVE, COLD_LOAD, WARM_LOAD = "save", "cold load", "warm load"
-OPERATIONS = (SAVE, COLD_LOAD, WARM_LOAD)
+ASYNC_SAVE = "async save"
+OPERATIONS = (SAVE, COLD_LOAD, WARM_LOAD, ASYNC_SAVE)
+"""In this order: each finds what those before it have left."""
 _STRETCH_BYTES = 8 << 20
 _PAGE_BYTES = mmap.PAGESIZE
 
@@ -79,6 +82,20 @@ class CheckpointSide(Protocol):
         """Reads what was saved into the tables."""
 
 
+@runtime_checkable
+class CopyingSide(Protocol):
+    """A side that can save in the background, from a copy in memory that was made once before."""
+
+    def prepare_copy(self) -> None:
+        """Takes the memory of the copy."""
+
+    def copy(self) -> None:
+        """What training waits for."""
+
+    def finish_copy(self) -> None:
+        """Waits for what goes on in the background."""
+
+
 def bench_tables(config: BenchRun) -> list[TableConfig]:
     """Tables in the proportions of Criteo Kaggle's, `bench.table_mib` with their state."""
     dim = config.model.embedding_dim
@@ -101,7 +118,7 @@ def bench_features(tables: Iterable[TableConfig]) -> list[FeatureConfig]:
 def measure_checkpoint(context: WorkerContext, task: CheckpointTask) -> dict[str, Any]:
     """One rank of a measurement; the figures are of all ranks."""
     comm = communicator(context)
-    is_save = task.operation == SAVE
+    is_save = task.operation in (SAVE, ASYNC_SAVE)
     with keep_beating(context.heartbeat, task.operation):
         # Those that are loaded into hold other values.
         seed = task.config.seed + (0 if is_save else 1)
@@ -110,11 +127,18 @@ def measure_checkpoint(context: WorkerContext, task: CheckpointTask) -> dict[str
         side = _SIDES[task.side](task, comm, embeddings, context)
         cached_bytes = _prepare(task, comm)
         peak = PeakMemory()
+        work = side.save if is_save else side.load
+        if task.operation == ASYNC_SAVE:
+            assert isinstance(side, CopyingSide)
+            side.prepare_copy()
+            work = side.copy
         comm.barrier()
         start_s = time.perf_counter()
-        (side.save if is_save else side.load)()
+        work()
         comm.barrier()
         seconds = time.perf_counter() - start_s
+        if isinstance(side, CopyingSide):
+            side.finish_copy()
         extra_bytes = peak.extra_bytes()
         digest = values_digest(tensors) if side.is_checked else None
     found = comm.all_gather_object((sum(t.nbytes for t in tensors), extra_bytes, digest))
@@ -291,10 +315,27 @@ class _OwnSide:
         self._model = nn.Linear(512, 512)
         self._optimizer = torch.optim.Adam(self._model.parameters())
         self._beat = lambda: context.heartbeat.beat(0, task.operation)
+        self._saver: AsyncSaver | None = None
 
     def save(self) -> None:
-        contents = Contents.of(Progress(1), self._model, self._embeddings, self._optimizer)
-        self._checkpoints.save(contents, self._comm, is_best=False, beat=self._beat)
+        self._checkpoints.save(self._contents(), self._comm, is_best=False, beat=self._beat)
+
+    def prepare_copy(self) -> None:
+        num_bytes = bytes_to_copy(self._contents())
+        self._saver = AsyncSaver(self._checkpoints, self._comm, num_bytes, self._beat)
+        self.copy()
+        self.finish_copy()
+
+    def copy(self) -> None:
+        assert self._saver is not None
+        self._saver.save(self._contents(), is_best=False)
+
+    def finish_copy(self) -> None:
+        if self._saver is not None:
+            self._saver.wait()
+
+    def _contents(self) -> Contents:
+        return Contents.of(Progress(1), self._model, self._embeddings, self._optimizer)
 
     def load(self) -> None:
         info = self._checkpoints.find("latest")
@@ -306,7 +347,8 @@ class _PlainSide:
 
     note = (
         "each rank writes its tables' memory to one file, in order, and fsyncs it; reads it in "
-        "stretches of 8 MiB into the same 8 MiB, and nothing more"
+        "stretches of 8 MiB into the same 8 MiB, and nothing more; in place of the async save, one "
+        "copy in memory"
     )
     is_checked = False
 
@@ -319,6 +361,7 @@ class _PlainSide:
     ) -> None:
         self._path = task.folder / f"rank-{comm.rank}"
         self._tensors = own_tensors(embeddings)
+        self._copies: list[Tensor] = []
 
     def save(self) -> None:
         with open(self._path, "wb", buffering=0) as opened:
@@ -330,6 +373,16 @@ class _PlainSide:
 
     def load(self) -> None:
         _read_through(self._path)
+
+    def prepare_copy(self) -> None:
+        self._copies = [tensor.clone() for tensor in self._tensors]
+
+    def copy(self) -> None:
+        for copy, tensor in zip(self._copies, self._tensors, strict=True):
+            copy.copy_(tensor)
+
+    def finish_copy(self) -> None:
+        """Nothing goes on."""
 
 
 class _DcpSide:
@@ -392,3 +445,5 @@ _SIDES: dict[
     Callable[[CheckpointTask, Communicator, ShardedEmbeddings, WorkerContext], CheckpointSide],
 ] = {OWN: _OwnSide, PLAIN: _PlainSide, DCP: _DcpSide, DCP_SAFETENSORS: _DcpSafetensorsSide}
 SIDES = tuple(_SIDES)
+COPYING_SIDES = (OWN, PLAIN)
+"""Those that have an async save; torch.distributed.checkpoint's isn't measured."""
