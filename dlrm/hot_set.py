@@ -17,7 +17,16 @@ from dlrm.pipeline import Pipeline
 from dlrm.planning import load_table_stats
 from embeddings.host.executor import QUEUES
 from embeddings.host.host_tables import HostTables
-from embeddings.host.hotness import HotPrediction, HotSet, TableCounts, choose_hot, lines, predict
+from embeddings.host.hotness import (
+    HotPrediction,
+    HotSet,
+    TableCounts,
+    budget_curve,
+    choose_hot,
+    hit_curve,
+    lines,
+    predict,
+)
 from embeddings.row_optim import state_widths
 from embeddings.sharded import ShardedEmbeddings
 from embeddings.traffic import TableStats
@@ -27,6 +36,8 @@ Counts = Mapping[str, tuple[Int64Array, Int64Array]]
 """Per table the rows that were looked up, ascending, and how often each."""
 
 _MIB = 1 << 20
+_RECENT_WEIGHT = 1000
+_CURVE_POINTS = 12
 
 
 class RunHotSet:
@@ -57,9 +68,15 @@ class RunHotSet:
         self._seen = (0, 0)
         source = config.sharding.host.hot_from
         counts = self._of_dataset() if source == "counts" else self._of_sample()
-        self._tables = self._table_counts(counts)
-        self._hot = self._choose(self._tables)
-        self.prediction: HotPrediction = predict(self._tables, self._hot)
+        self._counts = counts
+        tables = self._table_counts(counts)
+        self._curves = {table.name: hit_curve(table, _CURVE_POINTS) for table in tables}
+        whole_bytes = sum(table.num_bytes for table in tables)
+        budgets = [whole_bytes >> shift for shift in range(_CURVE_POINTS, -1, -1)]
+        whole_rows = config.sharding.host.whole_rows
+        self._budget_curve = budget_curve(tables, budgets, whole_rows)
+        self._hot = self._choose(tables)
+        self.prediction: HotPrediction = predict(tables, self._hot)
         self._host.choose_rows(self._hot.ids)
         self._host.counters.num_hot_choices = 0
 
@@ -84,9 +101,9 @@ class RunHotSet:
         if hot_share is None or hot_share >= self.prediction.row_hit_share - drift:
             return
         expected = self.prediction.row_hit_share
-        self._tables = self._table_counts(self._of_recent_steps())
-        self._hot = self._choose(self._tables)
-        self.prediction = predict(self._tables, self._hot)
+        recent = self._of_recent_steps()
+        self._hot = self._choose(self._table_counts(self._recent_first(recent)))
+        self.prediction = predict(self._table_counts(recent), self._hot)
         self._host.drop_staged()
         self._host.choose_rows(self._hot.ids)
         if pipeline is not None:
@@ -105,11 +122,13 @@ class RunHotSet:
             "budget_bytes": self._hot.budget_bytes,
             "expected_row_hit_share": self.prediction.row_hit_share,
             "expected_all_hot_share": self.prediction.all_hot_share,
+            "budget_curve": self._budget_curve,
             "tables": {
                 name: {
                     "hot_rows": table.hot_rows,
                     "rows": table.rows,
                     "expected_hit_share": table.hit_share,
+                    "hit_curve": self._curves[name],
                 }
                 for name, table in self.prediction.per_table.items()
             },
@@ -195,6 +214,22 @@ class RunHotSet:
     def _of_recent_steps(self) -> Counts:
         return self._sum_ranks(self._host.recent_rows())
 
+    def _recent_first(self, recent: Counts) -> Counts:
+        """Counts that rank rows by the latest steps, and those that these leave equal, above all
+        the rows that they never saw, by the counts of before."""
+        ranked: dict[str, tuple[Int64Array, Int64Array]] = {}
+        empty = np.empty(0, dtype=np.int64)
+        most = max((int(c.max()) for _, c in self._counts.values() if c.size), default=1)
+        for name in self._in_host:
+            old_ids, old_counts = self._counts.get(name, (empty, empty))
+            new_ids, new_counts = recent.get(name, (empty, empty))
+            ids_K, inverse_L = np.unique(np.concatenate([old_ids, new_ids]), return_inverse=True)
+            counts_K = np.zeros(ids_K.size, dtype=np.int64)
+            counts_K[inverse_L[: old_ids.size]] = old_counts * (_RECENT_WEIGHT - 1) // most
+            counts_K[inverse_L[old_ids.size :]] += new_counts * _RECENT_WEIGHT
+            ranked[name] = (ids_K, counts_K)
+        return ranked
+
     def _sum_ranks(self, own: Counts) -> Counts:
         with self._comm.uncounted():
             of_ranks = self._comm.all_gather_object(dict(own))
@@ -219,6 +254,23 @@ class RunHotSet:
             of_ranks = self._comm.all_gather_object(own)
         num_lookups = sum(lookups for lookups, _ in of_ranks)
         return sum(hot for _, hot in of_ranks) / num_lookups if num_lookups else None
+
+
+def describe_outcome(figures: Mapping[str, Any]) -> list[str]:
+    """What was expected and what came, for people; `figures`: `host` of result.json."""
+
+    def share(name: str) -> str:
+        value = figures[name]
+        return "-" if value is None else f"{value:.1%}"
+
+    step = figures["per_step"]
+    return [
+        f"hot rows found in {share('row_hit_share')} of the lookups "
+        f"({share('expected_row_hit_share')} expected), {share('all_hot_share')} of the samples "
+        f"wholly hot ({share('expected_all_hot_share')})",
+        f"a step: {step['cold']:,.0f} cold rows, {step['forwarded']:,.0f} of them forwarded, "
+        f"{step['written']:,.0f} written back; waited {step['stall_ms']:.2f} ms for rows",
+    ]
 
 
 def host_figures(host: HostTables, embeddings: ShardedEmbeddings) -> dict[str, Any]:

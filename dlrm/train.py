@@ -23,6 +23,7 @@ from dlrm.datasets import open_dataset
 from dlrm.display import PrepareDisplay
 from dlrm.heartbeat import keep_beating
 from dlrm.host_timeline import HOST_TIMELINE
+from dlrm.hot_set import describe_outcome
 from dlrm.launch import WorkerContext, join, start
 from dlrm.metrics import BinaryMetrics, EvalResult
 from dlrm.optim import describe_semantics
@@ -305,6 +306,8 @@ def train_rank(context: WorkerContext, task: TrainTask, say: Callable[[str], Non
         result["comm"] = trainer.comm_figures()
         if (host := trainer.host_figures()) is not None:
             result["host"] = host
+            for line in describe_outcome(host):
+                trainer.say(f"host    {line}")
             if (timeline := trainer.host_timeline()) is not None:
                 folder.write_json(HOST_TIMELINE, timeline)
         result |= _test_best(trainer, folder, result["data"], trainer.say)
