@@ -27,7 +27,6 @@ from embeddings.host.hotness import (
     lines,
     predict,
 )
-from embeddings.row_optim import state_widths
 from embeddings.sharded import ShardedEmbeddings
 from embeddings.traffic import TableStats
 
@@ -142,15 +141,16 @@ class RunHotSet:
         return choose_hot(tables, budget_bytes=budget_bytes, whole_rows=whole_rows)
 
     def _table_counts(self, counts: Counts) -> list[TableCounts]:
-        store = self._embeddings.store
+        row_bytes = self._host.hot_row_bytes()
         empty = np.empty(0, dtype=np.int64)
         found = []
         for table in self._embeddings.tables:
             if table.name not in self._in_host:
                 continue
             ids_K, counts_K = counts.get(table.name, (empty, empty))
-            width = table.dim + sum(state_widths(store.optimizer, table.dim).values())
-            record_bytes = width * self._embeddings.dtype.itemsize
+            if table.name not in row_bytes:
+                continue  # No feature looks it up.
+            record_bytes = row_bytes[table.name]
             bags = self._bags.get(table.name, ())
             found.append(TableCounts(table.name, table.rows, record_bytes, ids_K, counts_K, bags))
         return found

@@ -210,6 +210,15 @@ class HostTables:
         num_rows = int(self.spaces[index].bases[-1])
         return min(num_rows, self.settings.hot_bytes // self.hot[index].record_bytes)
 
+    def hot_row_bytes(self) -> dict[str, int]:
+        """Per table what a hot row takes, at most: a record for each cut of its columns."""
+        num_bytes: dict[str, int] = {}
+        for index, space in self.spaces.items():
+            for table, _ in {(self._features[s.feature].table, s.columns) for s in space.slices}:
+                record_bytes = self.hot[index].record_bytes
+                num_bytes[table] = num_bytes.get(table, 0) + record_bytes
+        return num_bytes
+
     def choose_rows(self, rows_of_table: Mapping[str, Int64Array]) -> None:
         """As `choose_hot`, by rows of tables: all their columns in host memory become hot.
 

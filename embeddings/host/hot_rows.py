@@ -126,7 +126,7 @@ class HotRows:
         """A copy of the one state of row-wise Adagrad, `(K, 1)`."""
         _, state = self._layout.views(self._records)
         (whole,) = state.values()
-        return whole.index_select(0, slots_K)
+        return whole.index_select(0, index_on_device(slots_K, self._executor.device))
 
     def load(self) -> None:
         """Reads the hot rows from the stores of their owners; called by all ranks."""
