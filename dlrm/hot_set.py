@@ -17,10 +17,10 @@ from dlrm.pipeline import Pipeline
 from dlrm.planning import load_table_stats
 from embeddings.host.executor import QUEUES
 from embeddings.host.host_tables import HostTables
+from embeddings.host.hot_ranking import TableCounts
 from embeddings.host.hotness import (
     HotPrediction,
     HotSet,
-    TableCounts,
     budget_curve,
     choose_hot,
     hit_curve,

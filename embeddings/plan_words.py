@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from embeddings.plan import Shard
 
 # Columns of a line: 2 + 24 + 2 + 34 + 2 + 14 + 2 + 6 + 2 + 11 (`device+host`) = 99.
-_NAME_WIDTH = 24
+NAME_WIDTH = 24
 _LAYOUT_WIDTH = 34
 _RANKS_WIDTH = 14
 
@@ -21,14 +21,14 @@ def table_lines(
     replicated: frozenset[str],
 ) -> Iterator[str]:
     """Per table its name, layout, ranks, exchange (`-` where nothing is exchanged) and memory."""
-    width = min(max((len(name) for name in shards_by_table), default=0), _NAME_WIDTH)
+    width = min(max((len(name) for name in shards_by_table), default=0), NAME_WIDTH)
     for name, shards in shards_by_table.items():
         copied = name in replicated
         layout = "replicated" if copied else _layout_in_words(shards)
         ranks = ranks_in_words(sorted({shard.rank for shard in shards}))
         memory = "+".join(sorted({shard.memory for shard in shards}))
         yield (
-            f"  {_shortened(name):<{width}}  {layout:<{_LAYOUT_WIDTH}}  {ranks:<{_RANKS_WIDTH}}  "
+            f"  {shortened(name):<{width}}  {layout:<{_LAYOUT_WIDTH}}  {ranks:<{_RANKS_WIDTH}}  "
             f"{'-' if copied else exchange.get(name, '?'):<6}  {memory}"
         )
 
@@ -63,12 +63,12 @@ def ranks_in_words(ranks: Sequence[int]) -> str:
     return text if len(text) <= _RANKS_WIDTH else f"{len(ranks)} ranks"
 
 
-def _shortened(name: str) -> str:
+def shortened(name: str) -> str:
     """A name without its middle where it is too long: both ends tell tables apart."""
-    if len(name) <= _NAME_WIDTH:
+    if len(name) <= NAME_WIDTH:
         return name
-    head = (_NAME_WIDTH - 1) // 2
-    return f"{name[:head]}…{name[head + 1 - _NAME_WIDTH :]}"
+    head = (NAME_WIDTH - 1) // 2
+    return f"{name[:head]}…{name[head + 1 - NAME_WIDTH :]}"
 
 
 def counted(number: int, noun: str) -> str:

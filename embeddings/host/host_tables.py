@@ -29,7 +29,7 @@ from embeddings.host.executor import Executor
 from embeddings.host.figures import HostCounters
 from embeddings.host.hot_rows import COLD, HotRows
 from embeddings.host.hot_squares import HotSquares
-from embeddings.host.hotness import RecentCounts
+from embeddings.host.recent_counts import RecentCounts
 from embeddings.host.staging import RingBytes, StagingRing
 from embeddings.kv_gradients import KVGradients
 from embeddings.layout import KeySpace, keys_of

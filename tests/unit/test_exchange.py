@@ -28,7 +28,7 @@ from embeddings import (
     TableConfig,
     sum_kv,
 )
-from embeddings.replicas import ReplicaCounts, Replicas
+from embeddings.replicas import ReplicaCounts, ReplicaRows, Replicas
 from embeddings.table_group import local_groups
 from tests.sharding_cases import (
     FEATURES,
@@ -364,7 +364,8 @@ def replicas_of(comm: ThreadRank, tables: Sequence[TableConfig], value_bytes: in
     shards = [shard for t in tables for shard in replicated(t, 0, comm.world_size)]
     plan = Plan(comm.world_size, tuple(shards), {t.name: "kv" for t in tables})
     groups = local_groups(plan, rank=comm.rank, dtype=torch.float32, optimizer="sgd")
-    return Replicas(groups, comm, wire_bytes=value_bytes, dense_bytes=4)
+    rows = ReplicaRows.of_groups(groups)
+    return Replicas(rows, comm, wire_bytes=value_bytes, dense_bytes=4)
 
 
 def test_replicas_go_dense_from_the_point_where_that_sends_less() -> None:

@@ -13,11 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data.synthetic import CRITEO_CARDINALITIES
+from embeddings.host.hot_ranking import TableCounts
 from embeddings.host.hotness import (
     HotPrediction,
     HotSet,
-    RecentCounts,
-    TableCounts,
     TablePrediction,
     budget_curve,
     choose_hot,
@@ -25,6 +24,7 @@ from embeddings.host.hotness import (
     lines,
     predict,
 )
+from embeddings.host.recent_counts import RecentCounts
 
 
 def table(
