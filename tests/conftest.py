@@ -1,6 +1,7 @@
 """Fixtures of all tests: generated Criteo-like files, schemas, prepared parts, real data.
 
-Nothing here is copied from a real file, and nothing global is set.
+Nothing here is copied from a real file, and nothing global is set but that hypothesis takes its time:
+on a busy machine a case's time says nothing.
 """
 
 from __future__ import annotations
@@ -15,9 +16,13 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
+from hypothesis import settings
 
 from data.prepare import RawInputs, prepare
 from data.schema import DenseColumn, LabelColumn, RawFormat, Schema, SparseColumn, Split
+
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 
 NUM_LANES = 64
 CHECKOUT = Path(__file__).parents[1]
