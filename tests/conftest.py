@@ -1,7 +1,7 @@
 """Fixtures of all tests: generated Criteo-like files, schemas, prepared parts, real data.
 
-Nothing here is copied from a real file, and nothing global is set but that hypothesis takes its time:
-on a busy machine a case's time says nothing.
+Nothing here is copied from a real file. Global is only that hypothesis takes its time: on a busy
+machine that of a case says nothing.
 """
 
 from __future__ import annotations
