@@ -141,6 +141,26 @@ def test_ranks_equal_the_reference(optimizer: str, layout: str, world_size: int)
     assert sum(c.num_written for c in counters) > 0
 
 
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("hot_share", [0.0, 0.2, 1.0])
+def test_ranks_equal_device_tables_to_the_bit(world_size: int, hot_share: float) -> None:
+    # Which rows are hot changes whom they are asked of, but not the order of a sum.
+    model = model_of("adagrad")
+    batches = draw_batches(model, "weighted", 20)
+    in_host = host_plan("row_wise", world_size, TABLES)
+    on_device = host_plan("row_wise", world_size, TABLES, [t.name for t in TABLES])
+    found = run_ranks(
+        world_size,
+        lambda comm: train_host(
+            comm, model, in_host, batches, settings_of(2), first_rows(TABLES, hot_share),
+            executor=SteppedExecutor(comm.rank, has_link=False),
+        )[0],
+    )  # fmt: skip
+    expected = run_ranks(world_size, lambda comm: train(comm, model, on_device, batches))
+    for mine, theirs in zip(found, expected, strict=True):
+        assert_same_bits(mine, theirs)
+
+
 def test_threads_and_a_simulated_link_change_nothing() -> None:
     model = model_of("adam")
     batches = draw_batches(model, "multi_hot", 20)
