@@ -64,7 +64,8 @@ dlrm bench train bench.sides=[dlrm,gemm_floor]            # without what isn't i
 dlrm bench exchange launch.nproc=2 bench.network=1gbit    # the tables alone; a network of that rate
 dlrm bench prepare bench.rows=2000000
 dlrm bench loader
-dlrm bench checkpoint launch.nproc=2 sharding=row_wise    # save, load, and a storm of kills""",
+dlrm bench checkpoint launch.nproc=2 sharding=row_wise    # save, load, and a storm of kills
+dlrm bench host sharding.host.lookahead=4                 # host memory over a simulated link""",
 }
 
 # Keys of Hydra's own that hold text.

@@ -19,6 +19,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from data.errors import UserError
 from data.schema import Schema
 from data.synthetic import SyntheticConfig
+from dlrm.bench.host_bench_config import HostBenchConfig
 from dlrm.bench.network import check_processes, rate_bits_per_s
 from dlrm.model import ModelConfig
 from dlrm.optim import OptimConfig
@@ -294,6 +295,13 @@ class TrainRun:
                 f"train.accumulate={self.train.accumulate} exceeds "
                 f"data.batch_size={self.data.batch_size}: a micro-batch needs a sample"
             )
+        if not self.reads_host_keys:
+            self.sharding.warn_of_ignored_host_keys()
+
+    @property
+    def reads_host_keys(self) -> bool:
+        """Whether `sharding.host.…` is read though no table is put into host memory."""
+        return False
 
 
 @dataclass
@@ -346,7 +354,7 @@ class BenchConfig:
     precisions: list[str] | None = None
     """`train`: every side is measured in each, `[fp32,bf16]`; null: `train.precision`."""
     steps: int = 40
-    """`train`, `exchange`: steps that are measured, in every turn."""
+    """`train`, `exchange`, `host`: steps that are measured, in every turn."""
     warmup_steps: int = 10
     """Steps before them that aren't."""
     repeats: int | None = None
@@ -367,6 +375,8 @@ class BenchConfig:
     """`checkpoint`: MiB of all rows and their optimizer state; tables as Criteo Kaggle's."""
     storm_kills: int = 20
     """`checkpoint`: how often a tiny run is killed and resumed; 0: never."""
+    host: HostBenchConfig = field(default_factory=HostBenchConfig)
+    """`host`: simulated rates, and the sweep."""
     roofline: bool = True
     """`train`: measure this machine's limits too, and each phase's distance to them."""
     network: str = "loopback"
@@ -407,7 +417,7 @@ class BenchConfig:
         rate_bits_per_s(self.network)
 
 
-BENCH_KINDS = ("train", "exchange", "prepare", "loader", "checkpoint")
+BENCH_KINDS = ("train", "exchange", "prepare", "loader", "checkpoint", "host")
 
 
 @dataclass
@@ -417,8 +427,14 @@ class BenchRun(TrainRun):
     kind: str = "train"
     """What is measured: training steps (`train`), the tables alone (`exchange`), the way from raw
     rows to a prepared dataset (`prepare`) or from that to batches (`loader`), saving and loading
-    (`checkpoint`). `dlrm bench train` is the same as `dlrm bench kind=train`."""
+    (`checkpoint`), the modes of tables in host memory (`host`). `dlrm bench train` is the same as
+    `dlrm bench kind=train`."""
     bench: BenchConfig = field(default_factory=BenchConfig)
+
+    @property
+    def reads_host_keys(self) -> bool:
+        """`bench host` has tables of its own there."""
+        return self.kind == "host"
 
     @property
     def num_turns(self) -> int:

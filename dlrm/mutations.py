@@ -18,6 +18,7 @@ from torch import Tensor
 from data.batch import JaggedIds
 from data.errors import UserError
 from dlrm.check_gather import replace_method
+from dlrm.host_mutations import HOST_FAULTS, on_device_only
 from dlrm.pipeline import PlannedBatch, weight_sum
 from embeddings.communicator import Deferred, Pending
 from embeddings.kv_gradients import KVGradients, sum_kv
@@ -127,7 +128,7 @@ def forget_replicas(trainer: Trainer) -> None:
                     torch.from_numpy(rows[table]) + key,
                     replicas._of_table(table, gradients),
                 )
-                for table, (index, _, key) in enumerate(replicas._tables)
+                for table, (index, key, _, _) in enumerate(replicas._tables)
             ]
 
         return sum_ranks
@@ -414,16 +415,17 @@ _ALL: dict[Plant, Unmet] = {
     mean_of_means: _ranks,
     forget_replicas: _replicated_table,
     dense_not_summed: _ranks,
-    skip_state: _optimizer_state,
+    skip_state: on_device_only(_optimizer_state),
     local_row_state: _split_row_state,
-    decay_twice: _weight_decay,
-    update_per_micro_batch: _micro_batches,
+    decay_twice: on_device_only(_weight_decay),
+    update_per_micro_batch: on_device_only(_micro_batches),
     clip_local_norm: _clipping,
     ignore_schedule: _schedule,
-    stale_rows: _nothing,
+    stale_rows: on_device_only(_nothing),
     wrong_owner_row: _row_border,
     ignore_bag_weights: _nothing,
     sum_for_mean: _mean_feature,
+    **HOST_FAULTS,
 }
 MUTATIONS: dict[str, Plant] = {plant.__name__: plant for plant in _ALL}
 """By name, as `check.mutate` has it."""

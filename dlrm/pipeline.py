@@ -111,11 +111,14 @@ class Pipeline:
             self._next = None
         batches = [planned.batch for planned in self._staged]
         self._staged.clear()
-        for batch in batches:
-            with self._timer("plan"):
-                self._next = _PendingBatch(batch, self._embeddings, self._accumulate)
-            self._send_ids()
-            self._finish()
+        host = self._embeddings.host
+        assert host is not None
+        with host.uncounted():
+            for batch in batches:
+                with self._timer("plan"):
+                    self._next = _PendingBatch(batch, self._embeddings, self._accumulate)
+                self._send_ids()
+                self._finish()
 
     def _begin(self) -> None:
         with self._timer("data_wait"):

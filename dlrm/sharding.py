@@ -82,7 +82,6 @@ class ShardingConfig:
             )
         for name, table in self.tables.items():
             self._check_table(f"sharding.tables.{name}", table)
-        self._check_host()
 
     @property
     def may_use_host(self) -> bool:
@@ -94,7 +93,8 @@ class ShardingConfig:
             or self.layout == FILE_LAYOUT
         )
 
-    def _check_host(self) -> None:
+    def warn_of_ignored_host_keys(self) -> None:
+        """Warns of every key of `host` that is set though no table may be in host memory."""
         if not self.may_use_host:
             for name, default in vars(HostConfig()).items():
                 if getattr(self.host, name) != default:

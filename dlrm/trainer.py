@@ -240,17 +240,21 @@ class Trainer:
         lr_dense, lr_sparse = self._learning_rates()
         loss_sum = 0.0
         gradients: list[list[KVGradients]] = []
+        last = len(planned.micro_batches) - 1
+        # The next batch is planned behind what is longest under way: rows of the last part, but in
+        # a split batch those that come while its first part is computed.
+        planning = 0 if self.embeddings.splits_hot else last
         for position, (micro, plan) in enumerate(planned.micro_batches):
-            is_last = position == len(planned.micro_batches) - 1
+            is_last, plans_next = position == last, position == planning
             with self._timer("lookup"):
                 rows = self.embeddings.begin_lookup(plan)
-            if is_last and self._pipeline is not None:
+            if plans_next and self._pipeline is not None:
                 self._pipeline.begin_next()
             with self._timer("forward"), autocast(self.config.train.precision):
                 bottom_BD = self.model.forward_dense(dense_input(self.model, micro))
             with self._timer("lookup"):
                 pooled_BS = rows.finish()
-            if is_last and self._pipeline is not None:
+            if plans_next and self._pipeline is not None:
                 self._pipeline.send_next_ids()
             with self._timer("forward"):
                 loss = self._loss(micro, bottom_BD, pooled_BS, plan.total_weight)

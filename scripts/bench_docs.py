@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data.errors import UserError
 from data.files import write_whole
 from dlrm.bench.comparison import Figure
+from dlrm.bench.host_sweep import markdown_lines
 from dlrm.bench.ratios import Spread
 from dlrm.bench.roofline import roofline_lines
 from dlrm.bench.table import ratio_text
@@ -44,6 +45,9 @@ KINDS = {
     "loader": "From what was prepared to batches, in one process; nothing trains meanwhile.",
     "checkpoint": "Rows and their optimizer state of all tables: written, with fsync, and read "
     "back into tables that are there, from disk (cold) and from the page cache (warm).",
+    "host": "The modes of tables in host memory. Staging, forwarding, writing back and updating "
+    "are real; the rates of the host's stages and the dense time are simulated. A turn's time is "
+    "its typical step, beside what the simulator predicts of it.",
 }
 NOT_MEASURED = (
     "Not measured here: evaluation, other networks than those named, GPUs, other "
@@ -147,6 +151,8 @@ def _run(result: dict[str, Any], *, explain: bool) -> str:
     ]
     if "storm" in result:
         lines.append(f"- {result['storm']['text']}")
+    if "sweep" in result:
+        lines += ["", *markdown_lines(result["sweep"])]
     if "roofline" in result:
         lines += ["", *roofline_lines(result["roofline"])]
     return "\n".join(lines) + "\n"

@@ -6,7 +6,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from dlrm.bench import checkpoint_bench, exchange_bench, loader_bench, prepare_bench, train_bench
+from dlrm.bench import (
+    checkpoint_bench,
+    exchange_bench,
+    host_bench,
+    loader_bench,
+    prepare_bench,
+    train_bench,
+)
 from dlrm.bench.ignored_keys import warn_of_ignored
 from dlrm.bench.machine import provenance
 from dlrm.bench.network import open_network
@@ -20,6 +27,7 @@ _KINDS: dict[str, tuple[Callable[[Session], list[str]], Mapping[str, bool]]] = {
     "prepare": (prepare_bench.bench_prepare, prepare_bench.READS),
     "loader": (loader_bench.bench_loader, loader_bench.READS),
     "checkpoint": (checkpoint_bench.bench_checkpoint, checkpoint_bench.READS),
+    "host": (host_bench.bench_host, host_bench.READS),
 }
 
 

@@ -13,7 +13,8 @@ A row is hot or cold for all ranks alike, so a requester asks its owner for cold
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -166,7 +167,7 @@ class HostTables:
                 for index in self.spaces
             }
         self._window: deque[StagedStep] = deque()
-        self._is_settled = True
+        self._is_settled = self._is_counting = True
         self._num_staged = 0
 
     def _ring(self, group: int, dtype: torch.dtype) -> StagingRing:
@@ -244,12 +245,22 @@ class HostTables:
 
         def split(keys_K: Int64Array, counts_K: Int64Array) -> HotPart:
             part = self.split(index, keys_K)
-            self.count_batch(part, counts_K)
-            if index in self._recent:
-                self._recent[index].add(keys_K, counts_K)
+            if self._is_counting:
+                self.count_batch(part, counts_K)
+                if index in self._recent:
+                    self._recent[index].add(keys_K, counts_K)
             return part
 
         return split
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """What is planned within was counted before."""
+        self._is_counting = False
+        try:
+            yield
+        finally:
+            self._is_counting = True
 
     def all_hot(self, ids: JaggedIds) -> npt.NDArray[np.bool_]:
         """Per sample whether every id is hot, or of a table in device memory.
@@ -276,6 +287,8 @@ class HostTables:
 
     def count_samples(self, ids: JaggedIds) -> None:
         """Counts a micro-batch's samples, and those that are wholly hot."""
+        if not self._is_counting:
+            return
         self.counters.num_samples += ids.batch_size
         self.counters.num_hot_samples += int(self.all_hot(ids).sum())
 
@@ -352,6 +365,8 @@ class HostTables:
             hot.choose(keys_H)
         if self._hot_squares is not None:
             self._hot_squares.hot_rows_chosen()
+        for recent in self._recent.values():
+            recent.clear()  # The next choice is by what comes from now on.
         self.counters.num_hot_choices += 1
 
     # ------------------------------------------------------------------------------------ steps

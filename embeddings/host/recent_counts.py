@@ -77,6 +77,11 @@ class RecentCounts:
         ordered_L = counts_L[by_key.order_L.numpy()]
         return by_key.keys_K.numpy(), np.add.reduceat(ordered_L, by_key.starts.numpy()[:-1])
 
+    def clear(self) -> None:
+        """Forgets all steps."""
+        self._steps.clear()
+        self.num_bytes = 0
+
     def _drop_oldest(self) -> None:
         self.num_bytes -= _nbytes(self._steps.popleft())
 
