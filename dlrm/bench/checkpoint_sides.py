@@ -54,7 +54,7 @@ class CheckpointTask:
         plan: who owns which rows.
         side: its name.
         operation: one of `OPERATIONS`.
-        folder: the side's own; a load reads what the save of the same turn has left there.
+        folder: of all sides, in turn; a load reads what the save before it has left there.
     """
 
     config: BenchRun

@@ -9,7 +9,6 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any
 
 from data.errors import UserError
@@ -67,8 +66,8 @@ class Bench:
             them the yardstick's, `note` and `num_threads`.
         yardstick: what they are compared by.
         description: what the user is to know of the conditions, by a word of at most 7 letters.
-        rotates: each turn begins with another side within each operation: where what went before,
-            such as a disk that is still busy, would always fall on the same one.
+        rotates: each turn begins with another side, all variants of which stay together: where what
+            went before, such as a disk that is still busy, would always fall on the same one.
     """
 
     variants: Sequence[Variant]
@@ -81,12 +80,14 @@ class Bench:
         """The variants in the order of that turn."""
         if not self.rotates:
             return list(self.variants)
-        ordered = []
-        for _, group in groupby(self.variants, lambda variant: variant.precision):
-            sides = list(group)
-            first = repeat % len(sides)
-            ordered += sides[first:] + sides[:first]
-        return ordered
+        sides = list(dict.fromkeys(variant.side for variant in self.variants))
+        first = repeat % len(sides)
+        return [
+            variant
+            for side in sides[first:] + sides[:first]
+            for variant in self.variants
+            if variant.side == side
+        ]
 
 
 def take_turns(bench: Bench, session: Session) -> list[str]:

@@ -277,10 +277,11 @@ def test_five_turns_by_default_and_three_of_other_kinds(config: BenchRun) -> Non
 
 
 def test_each_turn_begins_with_another_side() -> None:
-    """A disk that is still busy with the last save mustn't always slow the same side's load."""
+    """A disk that is still busy with the last save mustn't always slow the same side, and a side
+    loads what it has just saved: all save to one folder."""
     variants = [Variant(side, operation) for operation in ("save", "load") for side in ("a", "b")]
     bench = Bench(variants, lambda *_: (print, ()), checkpoint_yardstick(), {}, rotates=True)
     names = [[(v.precision, v.side) for v in bench.of_turn(turn)] for turn in range(3)]
-    first = [("save", "a"), ("save", "b"), ("load", "a"), ("load", "b")]
-    second = [("save", "b"), ("save", "a"), ("load", "b"), ("load", "a")]
+    first = [("save", "a"), ("load", "a"), ("save", "b"), ("load", "b")]
+    second = [("save", "b"), ("load", "b"), ("save", "a"), ("load", "a")]
     assert names == [first, second, first]

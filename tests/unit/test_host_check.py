@@ -153,8 +153,12 @@ VARIANTS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("variant", VARIANTS)
+IN_RANKS = ("clipping", "no overlap of parts", "bf16 on the wire", "hot rows by a sample")
+
+
+@pytest.mark.parametrize(
+    ("variant", "world_size"), [*((v, 1) for v in VARIANTS), *((v, 2) for v in IN_RANKS)]
+)
 def test_a_right_run_passes_whatever_its_settings(
     variant: str, world_size: int, baskets: PreparedDataset, run: Callable[..., Any]
 ) -> None:
