@@ -42,6 +42,8 @@ ASYNC_SAVE = "async save"
 OPERATIONS = (SAVE, COLD_LOAD, WARM_LOAD, ASYNC_SAVE)
 """In this order: each finds what those before it have left."""
 _STRETCH_BYTES = 8 << 20
+_WRITE_BYTES = 1 << 20
+"""What is written at once: more was no faster here, and often slower."""
 _PAGE_BYTES = mmap.PAGESIZE
 
 
@@ -346,9 +348,9 @@ class _PlainSide:
     """As many bytes in a file for each rank."""
 
     note = (
-        "each rank writes its tables' memory to one file, in order, and fsyncs it; reads it in "
-        "stretches of 8 MiB into the same 8 MiB, and nothing more; in place of the async save, one "
-        "copy in memory"
+        "each rank writes its tables' memory to one file, in order and 1 MiB at once, and fsyncs "
+        "it; reads it in stretches of 8 MiB into the same 8 MiB, and nothing more; in place of the "
+        "async save, one copy in memory"
     )
     is_checked = False
 
@@ -368,7 +370,7 @@ class _PlainSide:
             for tensor in self._tensors:
                 view = _bytes_of(tensor)
                 while view:
-                    view = view[opened.write(view[:_STRETCH_BYTES]) :]
+                    view = view[opened.write(view[:_WRITE_BYTES]) :]
             os.fsync(opened.fileno())
 
     def load(self) -> None:
