@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-SECOND = ["tests/dist", "tests/recipes"]
+SECOND = ["tests/dist", "tests/recipes", "tests/host"]
 LIMIT_S = 2_400
 _TELL_S = 10.0
 _POLL_S = 0.1

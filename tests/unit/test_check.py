@@ -210,7 +210,7 @@ def checked(visits: PreparedDataset) -> Callable[[str], tuple[CheckTask, list[Pa
     return run
 
 
-# Those of tables in host memory are in tests/unit/test_host_check.py.
+# Those of tables in host memory are in tests/host/test_check.py.
 @pytest.mark.parametrize("name", [name for name in MUTATIONS if name not in HOST_NAMES])
 def test_every_planted_fault_is_found_by_both_passes(
     name: str, checked: Callable[[str], tuple[CheckTask, list[PassResult]]]

@@ -26,7 +26,7 @@ def run_halves(
     folder: Path, first: str, second: str, *arguments: str
 ) -> subprocess.CompletedProcess[str]:
     """Runs the script over a suite of three files."""
-    for name, text in {"unit": first, "dist": second, "recipes": PASSES}.items():
+    for name, text in {"unit": first, "dist": second, "recipes": PASSES, "host": PASSES}.items():
         path = folder / "tests" / name / f"test_{name}.py"
         path.parent.mkdir(parents=True)
         path.write_text(text)
@@ -43,7 +43,7 @@ def test_both_halves_count(tmp_path: Path) -> None:
     done = run_halves(tmp_path, PASSES, FAILS)
     assert done.returncode == 1
     assert "all others: passed" in done.stdout
-    assert "tests/dist and tests/recipes: failed (exit status 1)" in done.stdout
+    assert "tests/dist and tests/recipes and tests/host: failed (exit status 1)" in done.stdout
     assert "broken on purpose" in done.stdout
     assert not done.stderr
 
@@ -55,4 +55,4 @@ def test_a_half_that_hangs_tells_where_and_is_killed(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "all others (not done after 8 s: killed): failed (exit status -6)" in done.stdout
     assert 'test_unit.py", line 7 in test_it' in done.stdout
-    assert "tests/dist and tests/recipes: passed" in done.stdout
+    assert "tests/dist and tests/recipes and tests/host: passed" in done.stdout
