@@ -141,6 +141,8 @@ def run_storm(
         first, last = STEPS_PER_KILL * number // 2, STEPS_PER_KILL * (number + 1)
         target = rng.randrange(first, last)
         delay_s = rng.uniform(0, _MOST_DELAY_S[moment])
+        if moment == _SAVE and not any(kill.was_saving for kill in kills):
+            delay_s = 0.0  # On a fast disk a save may be over sooner than any delay.
         problem = run.kill(moment, target, delay_s, victim)
         if problem is not None:
             return Storm(steps, kills, expected, None, [f"kill {number + 1}: {problem}"])
