@@ -99,21 +99,12 @@ class JaggedIds:
 
     def narrow(self, start: int, stop: int) -> JaggedIds:
         """The bags of samples `start … stop-1`; used to cut micro-batches."""
-        lengths_FB = self.lengths_FB()
-        begin_F = self.offsets[:-1].view(self.num_features, self.batch_size)[:, start:stop]
-        kept_FB = lengths_FB[:, start:stop]
-        kept = kept_FB.reshape(-1)
-        offsets = torch.zeros(kept.numel() + 1, dtype=torch.int64)
-        torch.cumsum(kept, 0, out=offsets[1:])
-        shift = begin_F.reshape(-1) - offsets[:-1]
-        index_L = torch.arange(int(offsets[-1])) + torch.repeat_interleave(shift, kept)
-        weights_L = None if self.weights_L is None else self.weights_L[index_L]
-        return JaggedIds(self.values_L[index_L], offsets, self.num_features, weights_L)
+        return self.take(slice(start, stop))
 
-    def select(self, samples_B: Tensor) -> JaggedIds:
+    def take(self, samples: slice | Tensor) -> JaggedIds:
         """The bags of some samples, in the order given."""
-        starts_FB = self.offsets[:-1].view(self.num_features, self.batch_size)[:, samples_B]
-        kept = self.lengths_FB()[:, samples_B].reshape(-1)
+        starts_FB = self.offsets[:-1].view(self.num_features, self.batch_size)[:, samples]
+        kept = self.lengths_FB()[:, samples].reshape(-1)
         offsets = torch.zeros(kept.numel() + 1, dtype=torch.int64)
         torch.cumsum(kept, 0, out=offsets[1:])
         shift = starts_FB.reshape(-1) - offsets[:-1]
@@ -171,22 +162,16 @@ class Batch:
 
     def narrow(self, start: int, stop: int) -> Batch:
         """Samples `start … stop-1` as a batch of their own."""
-        return Batch(
-            dense_BN=self.dense_BN[start:stop],
-            ids=self.ids.narrow(start, stop),
-            label_B=None if self.label_B is None else self.label_B[start:stop],
-            weight_B=None if self.weight_B is None else self.weight_B[start:stop],
-            row_B=self.row_B[start:stop],
-        )
+        return self.take(slice(start, stop))
 
-    def select(self, samples_B: Tensor) -> Batch:
+    def take(self, samples: slice | Tensor) -> Batch:
         """Some samples, in the order given, as a batch of their own."""
         return Batch(
-            dense_BN=self.dense_BN[samples_B],
-            ids=self.ids.select(samples_B),
-            label_B=None if self.label_B is None else self.label_B[samples_B],
-            weight_B=None if self.weight_B is None else self.weight_B[samples_B],
-            row_B=self.row_B[samples_B],
+            dense_BN=self.dense_BN[samples],
+            ids=self.ids.take(samples),
+            label_B=None if self.label_B is None else self.label_B[samples],
+            weight_B=None if self.weight_B is None else self.weight_B[samples],
+            row_B=self.row_B[samples],
         )
 
     def to(self, device: torch.device) -> Batch:

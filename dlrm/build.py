@@ -55,16 +55,7 @@ def build_embeddings(
         UserError: for a backend or a plan that can't be had.
     """
     tables, features = build_tables(config, manifest)
-    sparse = config.optim.sparse
-    optimizer = RowOptimizerConfig(
-        name=cast(RowOptimizerName, sparse.name),
-        eps=config.optim.effective_eps(sparse),
-        weight_decay=sparse.weight_decay,
-        beta1=sparse.beta1,
-        beta2=sparse.beta2,
-    )
-    if not for_training:
-        optimizer = RowOptimizerConfig(name="sgd")
+    optimizer = row_optimizer(config) if for_training else RowOptimizerConfig(name="sgd")
     # Scoring takes what it can get: the trained model doesn't depend on the kernel.
     backend: Backend = "fbgemm" if config.train.backend == "fbgemm" and for_training else "auto"
     if config.train.backend == "torch":
@@ -87,6 +78,18 @@ def build_embeddings(
     except ValueError as error:
         # `embeddings` knows no UserError; what it refuses at construction is the user's to mend.
         raise UserError(str(error)) from error
+
+
+def row_optimizer(config: TrainRun) -> RowOptimizerConfig:
+    """Rule and constants of the rows' update."""
+    sparse = config.optim.sparse
+    return RowOptimizerConfig(
+        name=cast(RowOptimizerName, sparse.name),
+        eps=config.optim.effective_eps(sparse),
+        weight_decay=sparse.weight_decay,
+        beta1=sparse.beta1,
+        beta2=sparse.beta2,
+    )
 
 
 def _host_settings(
@@ -112,8 +115,8 @@ def _host_settings(
         mode=cast(Mode, mode),
         lookahead=host.lookahead,
         batch_rows=config.data.batch_size * num_features,
-        staging_bytes=None if host.staging_mb is None else int(host.staging_mb * 2**20),
-        hot_bytes=int(host.hot_mb * 2**20),
+        staging_bytes=host.staging_bytes,
+        hot_bytes=host.hot_bytes,
         recent_steps=_RECENT_STEPS if host.drift is not None else 0,
     )
 

@@ -371,7 +371,7 @@ def _as_computed(batch: Batch, rows_of_rank: Sequence[Tensor], may_reorder: bool
         order_B[by_row_B] = given_by_row_B + start
         order.append(order_B)
         start += size
-    return batch.select(torch.cat(order))
+    return batch.take(torch.cat(order))
 
 
 def _captured_parts(ranks: Sequence[RankStep], batch: Batch) -> list[CapturedPart]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import get_args
 
 from data.errors import UserError
+from embeddings.host.host_tables import Mode
 
-MODES = ("auto", "gather", "lookahead", "hotline")
+MODES = ("auto", *get_args(Mode))
 MOST_LOOKAHEAD = 8
 
 
@@ -37,8 +39,18 @@ class HostConfig:
     """Tables of at most so many rows are wholly hot, where they fit: one cold table makes a sample
     cold."""
     drift: float | None = 0.05
-    """Hot rows are chosen anew, after an evaluation, when their share of the lookups since the last
-    choice is this far below what was expected; null: never."""
+    """Hot rows are chosen anew, after an evaluation, when their share of the lookups since the one
+    before is this far below what was expected; null: never."""
+
+    @property
+    def hot_bytes(self) -> int:
+        """`hot_mb`."""
+        return int(self.hot_mb * 2**20)
+
+    @property
+    def staging_bytes(self) -> int | None:
+        """`staging_mb`."""
+        return None if self.staging_mb is None else int(self.staging_mb * 2**20)
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:

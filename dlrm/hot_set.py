@@ -27,6 +27,7 @@ from embeddings.host.hotness import (
     lines,
     predict,
 )
+from embeddings.keys import sum_counts
 from embeddings.sharded import ShardedEmbeddings
 from embeddings.traffic import TableStats
 
@@ -65,6 +66,7 @@ class RunHotSet:
         # What the features look up per sample; of later counts only the rows are taken.
         self._bags: dict[str, tuple[float, ...]] = {}
         self._seen = (0, 0)
+        self._num_choices = 0  # After the first.
         source = config.sharding.host.hot_from
         counts = self._of_dataset() if source == "counts" else self._of_sample()
         self._counts = counts
@@ -77,7 +79,6 @@ class RunHotSet:
         self._hot = self._choose(tables)
         self.prediction: HotPrediction = predict(tables, self._hot)
         self._host.choose_rows(self._hot.ids)
-        self._host.counters.num_hot_choices = 0
 
     def describe(self) -> list[str]:
         """What was chosen, for people."""
@@ -96,7 +97,7 @@ class RunHotSet:
         drift = self._config.sharding.host.drift
         if drift is None:
             return
-        hot_share = self._share_since_choice()
+        hot_share = self._share_since_last_asked()
         if hot_share is None or hot_share >= self.prediction.row_hit_share - drift:
             return
         expected = self.prediction.row_hit_share
@@ -105,6 +106,7 @@ class RunHotSet:
         self.prediction = predict(self._table_counts(recent), self._hot)
         self._host.drop_staged()
         self._host.choose_rows(self._hot.ids)
+        self._num_choices += 1
         if pipeline is not None:
             pipeline.replan()
         self._say(
@@ -119,6 +121,7 @@ class RunHotSet:
             "hot_rows": self._hot.num_rows,
             "hot_bytes": self._hot.num_bytes,
             "budget_bytes": self._hot.budget_bytes,
+            "num_hot_choices": self._num_choices,
             "expected_row_hit_share": self.prediction.row_hit_share,
             "expected_all_hot_share": self.prediction.all_hot_share,
             "budget_curve": self._budget_curve,
@@ -223,11 +226,8 @@ class RunHotSet:
         for name in self._in_host:
             old_ids, old_counts = self._counts.get(name, (empty, empty))
             new_ids, new_counts = recent.get(name, (empty, empty))
-            ids_K, inverse_L = np.unique(np.concatenate([old_ids, new_ids]), return_inverse=True)
-            counts_K = np.zeros(ids_K.size, dtype=np.int64)
-            counts_K[inverse_L[: old_ids.size]] = old_counts * (_RECENT_WEIGHT - 1) // most
-            counts_K[inverse_L[old_ids.size :]] += new_counts * _RECENT_WEIGHT
-            ranked[name] = (ids_K, counts_K)
+            scaled = old_counts * (_RECENT_WEIGHT - 1) // most
+            ranked[name] = sum_counts([(old_ids, scaled), (new_ids, new_counts * _RECENT_WEIGHT)])
         return ranked
 
     def _sum_ranks(self, own: Counts) -> Counts:
@@ -235,18 +235,11 @@ class RunHotSet:
             of_ranks = self._comm.all_gather_object(dict(own))
         summed: dict[str, tuple[Int64Array, Int64Array]] = {}
         for name in sorted({name for counts in of_ranks for name in counts}):
-            parts = [counts[name] for counts in of_ranks if name in counts]
-            ids_K, inverse_L = np.unique(
-                np.concatenate([ids for ids, _ in parts]), return_inverse=True
-            )
-            counts_L = np.concatenate([counts for _, counts in parts])
-            counts_K = np.zeros(ids_K.size, dtype=np.int64)
-            np.add.at(counts_K, inverse_L, counts_L)
-            summed[name] = (ids_K, counts_K)
+            summed[name] = sum_counts([counts[name] for counts in of_ranks if name in counts])
         return summed
 
-    def _share_since_choice(self) -> float | None:
-        """Hot lookups over all lookups of all ranks since the last choice."""
+    def _share_since_last_asked(self) -> float | None:
+        """Hot lookups over all lookups of all ranks since the last call, one evaluation ago."""
         counters = self._host.counters
         own = (counters.num_lookups - self._seen[0], counters.num_hot_lookups - self._seen[1])
         self._seen = (counters.num_lookups, counters.num_hot_lookups)
@@ -315,7 +308,6 @@ def host_figures(host: HostTables, embeddings: ShardedEmbeddings) -> dict[str, A
         "hidden_share": max(0.0, 1 - total("stall_s") / queue_s) if queue_s else None,
         "num_flushed": total("num_flushed"),
         "num_hot_loads": max(rank["num_hot_loads"] for rank in of_ranks),
-        "num_hot_choices": max(rank["num_hot_choices"] for rank in of_ranks),
         "slot_map_bytes": total("slot_map_bytes"),
         "staging_bytes": {
             "host": max(rank["staging_bytes"][0] for rank in of_ranks),

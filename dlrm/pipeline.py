@@ -150,7 +150,7 @@ class _PendingBatch:
         one_process = embeddings.comm.world_size == 1
         if embeddings.splits_hot:
             order_B, num_hot = embeddings.hot_first(batch.ids)
-            self._batch = batch.select(order_B)
+            self._batch = batch.take(order_B)
             bounds = [0, num_hot, batch.batch_size]
             if one_process and num_hot in (0, batch.batch_size):
                 bounds = [0, batch.batch_size]

@@ -15,6 +15,8 @@ from data.parquet import PreparedDataset
 from dlrm.build import build_tables
 from dlrm.config import TrainRun
 from dlrm.sharding import FILE_LAYOUT, TableShardingConfig
+from embeddings.host.cost import why_plain
+from embeddings.keys import sum_counts
 from embeddings.plan import Plan
 from embeddings.plan_builders import build_plan
 from embeddings.plan_choice import LayoutChoice, PlannedLayout
@@ -60,7 +62,7 @@ def make_plan(
             tables,
             features,
             stats,
-            _on_device(sharding.choice()) if stays_on_device(config) else sharding.choice(),
+            _on_device(sharding.choice()) if why_on_device(config) else sharding.choice(),
             world_size,
             config.launch.ranks_per_host or ranks_per_host or world_size,
             config.data.batch_size,
@@ -70,11 +72,13 @@ def make_plan(
         raise UserError(str(error)) from error
 
 
-def stays_on_device(config: TrainRun) -> bool:
-    """Whether `sharding.host.mode=auto` leaves tables that were asked into host memory where the
-    dense network runs: on CPU that is the same memory, and staging would only copy rows."""
-    sharding = config.sharding
-    return sharding.may_use_host and sharding.host.mode == "auto" and config.launch.device == "cpu"
+def why_on_device(config: TrainRun) -> str | None:
+    """Why `sharding.host.mode=auto` leaves tables that were asked into host memory on the device,
+    by the cost model; None where it doesn't, or none was asked there."""
+    if not config.sharding.may_use_host or config.sharding.host.mode != "auto":
+        return None
+    assert config.launch.device == "cpu", "a GPU's link has to be measured"
+    return why_plain(link=None)
 
 
 def _on_device(choice: LayoutChoice) -> LayoutChoice:
@@ -102,7 +106,9 @@ def load_table_stats(dataset: PreparedDataset) -> dict[str, TableStats]:
     for table, paths in files.items():
         whole = [path for path in paths if path is not None]
         if whole and len(whole) == len(paths):
-            ids_K, counts_K = _sum_counts([_read_counts(path) for path in whole])
+            counts = [_read_counts(path) for path in whole]
+            # A file's ids are distinct and ascending already, perhaps tens of millions of them.
+            ids_K, counts_K = counts[0] if len(counts) == 1 else sum_counts(counts)
             lookups = float(counts_K.sum()) / num_samples if num_samples else 0.0
             stats[table] = TableStats(lookups, counts_K, ids_K)
     return stats
@@ -116,18 +122,6 @@ def _read_counts(path: Path) -> tuple[np.ndarray, np.ndarray]:
         raise UserError(
             f"{path} can't be read ({error}): prepare the dataset again with data.overwrite=true"
         ) from error
-
-
-def _sum_counts(parts: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
-    """Ids in rising order and their counts, summed over the parts."""
-    if len(parts) == 1:
-        return parts[0]
-    ids = np.concatenate([part[0] for part in parts])
-    counts = np.concatenate([part[1] for part in parts])
-    order = np.argsort(ids, kind="stable")
-    ids, counts = ids[order], counts[order]
-    firsts = np.flatnonzero(np.concatenate([[True], ids[1:] != ids[:-1]])[: len(ids)])
-    return ids[firsts], np.add.reduceat(counts, firsts) if len(firsts) else counts
 
 
 def _read_plan(path: Path, tables: Sequence[TableConfig], world_size: int) -> Plan:

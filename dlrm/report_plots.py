@@ -342,6 +342,23 @@ def _running_mean(values: FloatArray, window: int) -> FloatArray:
     return np.lib.stride_tricks.sliding_window_view(values, window).mean(axis=1)
 
 
+def svg_file(
+    name: str,
+    draw: Callable[[Axes], None],
+    size_inches: tuple[float, float],
+    *,
+    transparent: bool = False,
+) -> str:
+    """What `draw` draws, as an SVG file: the same bytes whenever it is drawn."""
+    out = io.StringIO()
+    with matplotlib.style.context(["default", STYLE, {"svg.hashsalt": name}]):
+        figure = Figure(figsize=size_inches, layout="constrained")
+        draw(figure.add_subplot())
+        no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        figure.savefig(out, format="svg", transparent=transparent, metadata=no_metadata)
+    return out.getvalue()
+
+
 def _svg(
     name: str, title: str, draw: Callable[[Axes], None], size_inches: tuple[float, float]
 ) -> Markup:
@@ -350,13 +367,8 @@ def _svg(
     Its ids are prefixed with `name`, since matplotlib gives the parts of every figure the same ones
     and all plots share one page.
     """
-    out = io.StringIO()
-    with matplotlib.style.context(["default", STYLE, {"svg.hashsalt": name}]):
-        figure = Figure(figsize=size_inches, layout="constrained")
-        draw(figure.add_subplot())
-        no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-        figure.savefig(out, format="svg", transparent=True, metadata=no_metadata)
-    root, _, body = out.getvalue().partition("<svg ")[2].partition(">")
+    text = svg_file(name, draw, size_inches, transparent=True)
+    root, _, body = text.partition("<svg ")[2].partition(">")
     view_box = re.search(r'viewBox="([^"]*)"', root)
     assert view_box is not None, "matplotlib gives every SVG a viewBox"
     body = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", body)

@@ -27,7 +27,7 @@ from dlrm.hot_set import describe_outcome
 from dlrm.launch import WorkerContext, join, start
 from dlrm.metrics import BinaryMetrics, EvalResult
 from dlrm.optim import describe_semantics
-from dlrm.planning import make_plan, stays_on_device
+from dlrm.planning import make_plan, why_on_device
 from dlrm.profile import PROFILE_FOLDER, StepProfiler, describe_profile, profiled_steps
 from dlrm.resume import is_restarted, with_restarts
 from dlrm.run_folder import RunFolder
@@ -342,11 +342,8 @@ def _announce_data(config: TrainRun, dataset: PreparedDataset, say: Callable[[st
 
 
 def _announce_plan(task: TrainTask, say: Callable[[str], None]) -> None:
-    if stays_on_device(task.config):
-        say(
-            "host    auto: the tables stay on the device: host memory is the CPU's own, and "
-            "staging would only copy rows that can be used where they lie"
-        )
+    if (reason := why_on_device(task.config)) is not None:
+        say(f"host    auto: {reason}")
     if task.layout.plan.world_size > 1:
         for line in task.layout.plan.describe():
             say(f"plan    {line}")

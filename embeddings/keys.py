@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -69,3 +71,21 @@ def sorted_stretch(keys_K: Tensor, first: int, stop: int) -> tuple[int, int]:
     """Positions of the keys `first … stop-1` in ascending `keys_K`, half-open."""
     low, high = np.searchsorted(keys_K.numpy(), [first, stop])
     return int(low), int(high)
+
+
+def sum_counts(
+    parts: Sequence[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]],
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """The distinct keys of all parts, ascending, and the sums of their counts; both int64.
+
+    Args:
+        parts: keys in any order, and how often each occurs.
+    """
+    empty = np.empty(0, dtype=np.int64)
+    keys_L = np.concatenate([empty, *(keys for keys, _ in parts)])
+    counts_L = np.concatenate([empty, *(counts for _, counts in parts)])
+    if not keys_L.size:
+        return keys_L, counts_L
+    by_key = sort_keys(torch.from_numpy(keys_L))
+    counts_K = np.add.reduceat(counts_L[by_key.order_L.numpy()], by_key.starts.numpy()[:-1])
+    return by_key.keys_K.numpy(), counts_K

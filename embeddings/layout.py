@@ -9,7 +9,7 @@ end to end, so that one sort of a batch's keys yields, rank by rank, what to ask
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -133,6 +133,14 @@ def build_key_spaces(
                     KeySpace(exchange, dim, bases, tuple(of_rank), wire_ids, slices, memory)
                 )
     return tuple(spaces)
+
+
+def stretches_of(part: FeatureSlice, keys_K: Int64Array) -> Iterator[tuple[int, int, int]]:
+    """Of ascending keys those that lie in a slice, piece by piece: `(low, high, shift)`, where the
+    row of `keys_K[low:high]` is key - shift."""
+    for start, stop, shift in zip(part.row_starts, part.row_stops, part.key_shifts, strict=True):
+        low, high = np.searchsorted(keys_K, (start + shift, stop + shift))
+        yield int(low), int(high), int(shift)
 
 
 def keys_of(

@@ -295,8 +295,8 @@ class ShardedEmbeddings:
             # Which rows of replicas are touched matters to their gradients only.
             local = groups if training and self.comm.world_size > 1 else ()
             pending = self._exchange.begin_plan(ids, local, weight, bad_id, training=training)
-        if self.host is not None and training and bad_id is None:
-            self.host.count_samples(ids)
+        if self.host is not None and training and bad_id is None and not self.splits_hot:
+            self.host.count_samples(self.host.all_hot(ids))  # Else `hot_first` has.
         return PendingBatchPlan(ids.batch_size, groups, weight, pending, training)
 
     @property
@@ -312,7 +312,9 @@ class ShardedEmbeddings:
             self._router.check(ids)
         except IdOutOfRange:
             return torch.arange(ids.batch_size), 0
-        is_hot_B = torch.from_numpy(self.host.all_hot(ids))
+        all_hot_B = self.host.all_hot(ids)
+        self.host.count_samples(all_hot_B)
+        is_hot_B = torch.from_numpy(all_hot_B)
         order_B = torch.argsort(is_hot_B.logical_not(), stable=True)
         return order_B, int(is_hot_B.sum())
 

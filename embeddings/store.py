@@ -111,6 +111,10 @@ class RowStore:
         """The `(R, width)` states of a group by name: the store's own memory."""
         return self._state[group]
 
+    def arrays(self, group: int) -> list[Tensor]:
+        """The weights of a group, then each of its states: the store's own memory."""
+        return [self._weights[group], *self._state[group].values()]
+
     def state_widths(self, table: str) -> dict[str, int]:
         """Numbers of state per row of `table`, by the state's name."""
         if table not in self._dims:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from dlrm.bench.checkpoint_sides import (
     measure_checkpoint,
 )
 from dlrm.bench.comparison import Figure, Turns, Variant, Yardstick
+from dlrm.bench.goals import Goal, said
 from dlrm.bench.ratios import Spread, ratios
 from dlrm.bench.sides import OWN, check_names
 from dlrm.bench.storm import run_storm
@@ -52,24 +53,6 @@ STRETCH_BYTES = 8 << 20
 """Extra memory of a rank: at most that share of its tables, and one stretch."""
 _MOST_CACHED_SHARE = 0.01
 _MIB = 2**-20
-
-
-@dataclass(frozen=True)
-class Goal:
-    """What was to be reached, and what was.
-
-    Attributes:
-        name: of what.
-        value: median over the turns of a ratio; of memory, the greatest, in bytes.
-        limit: at least that of a ratio, at most that of memory.
-        text: for people.
-    """
-
-    name: str
-    value: float
-    limit: float
-    is_reached: bool
-    text: str
 
 
 def bench_checkpoint(session: Session) -> list[str]:
@@ -158,7 +141,7 @@ def reached_goals(turns: Turns) -> list[Goal]:
             is_reached = ratio.median >= limit
             text = (
                 f"goal {operation}: {ratio.text(2)} of the speed of {PLAIN}, at least {limit} "
-                f"wanted: {_said(is_reached)}"
+                f"wanted: {said(is_reached)}"
             )
             goals.append(Goal(operation, ratio.median, limit, is_reached, text))
     for operation in OPERATIONS:
@@ -171,14 +154,10 @@ def reached_goals(turns: Turns) -> list[Goal]:
             is_reached = extra_bytes <= most_bytes
             text = (
                 f"goal memory, {operation}: {extra_bytes * _MIB:.1f} MiB more at most, "
-                f"{most_bytes * _MIB:.1f} MiB allowed: {_said(is_reached)}"
+                f"{most_bytes * _MIB:.1f} MiB allowed: {said(is_reached)}"
             )
             goals.append(Goal(f"memory, {operation}", extra_bytes, most_bytes, is_reached, text))
     return goals
-
-
-def _said(is_reached: bool) -> str:
-    return "reached" if is_reached else "MISSED"
 
 
 def _chosen_sides(config: BenchRun) -> list[str]:

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any, cast
 
 from data.errors import UserError
-from dlrm.bench.checkpoint_bench import Goal
 from dlrm.bench.comparison import Figure, Turns, Variant, Yardstick
+from dlrm.bench.goals import Goal, said
 from dlrm.bench.host_sides import HostTask, measure_host
 from dlrm.bench.host_sweep import PICTURE, host_sweep, picture, print_sweep
-from dlrm.bench.host_work import HostWorkload, StepCounts, choose_rates, hot_bytes
+from dlrm.bench.host_work import HostWorkload, StepCounts, choose_rates
 from dlrm.bench.ratios import Spread, ratios
 from dlrm.bench.sides import check_names
 from dlrm.bench.table import wrapped
@@ -22,7 +22,14 @@ from dlrm.bench.train_bench import STEP_MS
 from dlrm.bench.turns import Bench, Session, take_turns
 from dlrm.config import BenchRun
 from dlrm.memory import available_bytes
-from embeddings.host.cost import STAGED_MODES, DenseTime, HostRates, StepWork, predict_step_s
+from embeddings.host.cost import (
+    STAGED_MODES,
+    DenseTime,
+    HostRates,
+    StepWork,
+    choose_mode,
+    predict_step_s,
+)
 from embeddings.host.host_tables import Mode
 
 READS = {
@@ -72,7 +79,7 @@ def bench_host(session: Session) -> list[str]:
     workload = HostWorkload.draw(config)
     _check_memory(config, workload.table_bytes)
     host = config.sharding.host
-    hot = workload.hot_set(hot_bytes(host.hot_mb), host.whole_rows)
+    hot = workload.hot_set(host.hot_bytes, host.whole_rows)
     counts: dict[str, StepCounts] = {
         mode: workload.count(hot, _window(config, mode)) for mode in SIDES
     }
@@ -81,7 +88,9 @@ def bench_host(session: Session) -> list[str]:
     predicted_s: dict[str, float] = {
         mode: predict_step_s(mode, work, rates, dense, lookahead=host.lookahead) for mode in SIDES
     }
+    choice = choose_mode(work, rates, dense, host.lookahead)
     session.result["host"] = {
+        "auto": asdict(choice),
         "work": asdict(work),
         "rates": asdict(rates),
         "dense": asdict(dense),
@@ -107,6 +116,7 @@ def bench_host(session: Session) -> list[str]:
     session.result["goals"] = [asdict(goal) for goal in goals]
     for goal in goals:
         session.say(wrapped(goal.text, "    "))
+    session.say(wrapped(f"auto {choice.reason}", "    "))
     swept = host_sweep(config, workload)
     session.result["sweep"] = swept
     session.folder.write_text(PICTURE, picture(swept))
@@ -163,7 +173,7 @@ def reached_goals(turns: Turns, predicted_s: Mapping[str, float]) -> list[Goal]:
         is_reached = abs(error) <= MOST_ERROR
         text = (
             f"goal {variant.name}: {abs(error):.1%} {'above' if error > 0 else 'below'} the "
-            f"prediction, at most {MOST_ERROR:.0%} wanted: {_said(is_reached)}"
+            f"prediction, at most {MOST_ERROR:.0%} wanted: {said(is_reached)}"
         )
         goals.append(Goal(variant.name, abs(error), MOST_ERROR, is_reached, text))
     gather, lookahead = (turns.get(Variant(side, "")) for side in (GATHER, LOOKAHEAD))
@@ -176,14 +186,10 @@ def reached_goals(turns: Turns, predicted_s: Mapping[str, float]) -> list[Goal]:
         text = (
             f"goal speed-up: lookahead is {speed_up.text(2)} times as fast as gather, "
             f"{predicted:.2f} predicted; {share:.2f} of it, at least {LEAST_OF_SPEED_UP} wanted: "
-            f"{_said(is_reached)}"
+            f"{said(is_reached)}"
         )
         goals.append(Goal("speed-up", share, LEAST_OF_SPEED_UP, is_reached, text))
     return goals
-
-
-def _said(is_reached: bool) -> str:
-    return "reached" if is_reached else "MISSED"
 
 
 def _chosen_sides(config: BenchRun) -> Sequence[str]:

@@ -25,10 +25,9 @@ from dlrm.bench.host_work import (
     host_features,
     host_plan,
     host_tables,
-    hot_bytes,
-    row_optimizer,
 )
 from dlrm.bench.measure import process_figures
+from dlrm.build import row_optimizer
 from dlrm.config import BenchRun
 from dlrm.launch import WorkerContext
 from dlrm.phases import PhaseTimer
@@ -163,14 +162,14 @@ class HostSteps:
                 mode=task.mode,
                 lookahead=host.lookahead,
                 batch_rows=config.data.batch_size * len(tables),
-                staging_bytes=None if host.staging_mb is None else hot_bytes(host.staging_mb),
-                hot_bytes=hot_bytes(host.hot_mb),
+                staging_bytes=host.staging_bytes,
+                hot_bytes=host.hot_bytes,
             ),
             executor=self._executor,
         )
         assert self.embeddings.host is not None
         self._host = self.embeddings.host
-        self._host.choose_rows(workload.hot_set(hot_bytes(host.hot_mb), host.whole_rows).ids)
+        self._host.choose_rows(workload.hot_set(host.hot_bytes, host.whole_rows).ids)
         self.compute = Compute(lambda: self._host.counters.stall_s)
         self._executor.end_compute = self.compute.end
         self._dense, self._lr = task.dense, config.optim.sparse.lr

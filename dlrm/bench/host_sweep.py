@@ -5,14 +5,13 @@ Nothing of it is measured: the counts are those of the workload, the rates are s
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping
 from itertools import islice
 from typing import Any
 
-import matplotlib.style
 import numpy as np
 import numpy.typing as npt
+from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
@@ -22,7 +21,7 @@ from rich.table import Table
 from dlrm.bench.host_work import HostWorkload, dense_time, hot_bytes
 from dlrm.bench.table import MAX_WIDTH, wrapped
 from dlrm.config import BenchRun
-from dlrm.report_plots import BLUE, GREY, LIGHT_GREY, ORANGE, STYLE
+from dlrm.report_plots import BLUE, GREY, LIGHT_GREY, ORANGE, svg_file
 from embeddings.host.cost import STAGED_MODES, HostRates, LinkRates, StepWork, SweepCell, sweep
 
 PICTURE = "host_sweep.svg"
@@ -120,15 +119,12 @@ def picture(found: Mapping[str, Any]) -> str:
     rows = _by_budget(found)
     names = [name for name in _COLOURS if any(c["winner"] == name for _, cs in rows for c in cs)]
     winner_HL = np.array([[names.index(cell["winner"]) for cell in cells] for _, cells in rows])
-    out = io.StringIO()
-    with matplotlib.style.context(["default", STYLE, {"svg.hashsalt": "host-sweep"}]):
-        size = (1.4 + 1.7 * winner_HL.shape[1], 1.5 + 0.5 * winner_HL.shape[0])
-        figure = Figure(figsize=size, layout="constrained")
-        axes = figure.add_subplot()
-        colours = ListedColormap([_COLOURS[name] for name in names])
+    size = (1.4 + 1.7 * winner_HL.shape[1], 1.5 + 0.5 * winner_HL.shape[0])
+
+    def draw(axes: Axes) -> None:
         axes.imshow(
             winner_HL,
-            cmap=colours,
+            cmap=ListedColormap([_COLOURS[name] for name in names]),
             vmin=-0.5,
             vmax=len(names) - 0.5,
             alpha=_strengths(rows),
@@ -152,10 +148,10 @@ def picture(found: Mapping[str, Any]) -> str:
         axes.set_title("Predicted speed-up over classic, the fastest mode above", fontsize=9)
         axes.grid(visible=False)
         handles = [Patch(color=_COLOURS[name], label=name) for name in names]
-        figure.legend(handles=handles, loc="outside lower center", ncols=len(names))
-        no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-        figure.savefig(out, format="svg", metadata=no_metadata)
-    return out.getvalue()
+        assert isinstance(axes.figure, Figure)
+        axes.figure.legend(handles=handles, loc="outside lower center", ncols=len(names))
+
+    return svg_file("host-sweep", draw, size)
 
 
 def _strengths(rows: _Rows) -> npt.NDArray[np.float64]:

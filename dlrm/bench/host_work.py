@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -17,13 +16,14 @@ import torch
 from data.batch import Batch, JaggedIds
 from data.errors import UserError
 from data.synthetic import CHUNK_ROWS, SyntheticConfig, Teacher
+from dlrm.build import row_optimizer
 from dlrm.config import BenchRun
 from embeddings.host.cost import DenseTime, HostRates, LinkRates, StepWork
 from embeddings.host.hotness import HotSet, TableCounts, choose_hot
 from embeddings.plan import Plan
 from embeddings.plan_builders import build_plan
 from embeddings.plan_choice import LayoutChoice
-from embeddings.row_optim import RowOptimizerConfig, RowOptimizerName, state_widths
+from embeddings.row_optim import state_widths
 from embeddings.table import FeatureConfig, TableConfig
 
 Int64Array = npt.NDArray[np.int64]
@@ -54,18 +54,6 @@ def host_plan(config: BenchRun) -> Plan:
     choice = LayoutChoice(layout="table_wise", exchange="kv", memory="host")
     layout = build_plan(tables, host_features(tables), {}, choice, 1, 1, config.data.batch_size)
     return layout.plan
-
-
-def row_optimizer(config: BenchRun) -> RowOptimizerConfig:
-    """Rule and constants of the update."""
-    sparse = config.optim.sparse
-    return RowOptimizerConfig(
-        name=cast(RowOptimizerName, sparse.name),
-        eps=config.optim.effective_eps(sparse),
-        weight_decay=sparse.weight_decay,
-        beta1=sparse.beta1,
-        beta2=sparse.beta2,
-    )
 
 
 def num_batches(config: BenchRun) -> int:

@@ -74,6 +74,12 @@ class StagedRows:
         index_L = np.minimum(np.searchsorted(self.keys_K, keys_L), self.keys_K.size - 1)
         return self.keys_K[index_L] == keys_L, self.position_K[index_L]
 
+    def keys_at(self, position_M: Int64Array) -> Int64Array:
+        """The keys of some records."""
+        index_of_position = np.empty_like(self.position_K)
+        index_of_position[self.position_K] = np.arange(self.keys_K.size)
+        return self.keys_K[index_of_position[position_M]]
+
     def positions(self, keys_L: Int64Array) -> Int64Array:
         """Where the records of keys lie, all of which are held here."""
         is_held_L, position_L = self.find(keys_L)
@@ -116,13 +122,7 @@ class ColdRows:
         self._layout = RecordLayout.of(store.optimizer, store.groups[group].dim)
         self._window: deque[StagedRows] = deque()
         self._writes: list[_Write] = []
-        arrays = [store.weights(group), *store.state(group).values()]
-        self._arrays = [array.numpy() for array in arrays]
-
-    @property
-    def num_staged(self) -> int:
-        """Steps that are staged and not retired."""
-        return len(self._window)
+        self._arrays = [array.numpy() for array in store.arrays(group)]
 
     def stage(self, keys_K: Int64Array, step: int, *, after_writes: bool = False) -> StagedRows:
         """Begins to bring the records of a step here; steps come in order.
@@ -222,9 +222,7 @@ class ColdRows:
         for forward in staged.forwards:
             self._forward(records, forward)
         position_M = np.flatnonzero(~staged.is_held_later_K)
-        order = np.empty_like(staged.position_K)
-        order[staged.position_K] = np.arange(staged.keys_K.size)
-        keys_M = staged.keys_K[order[position_M]]
+        keys_M = staged.keys_at(position_M)
         self._counters.count_retired(staged.keys_K.size, keys_M.size, self._row_bytes())
         event = self._write_back(staged.buffer, position_M, keys_M, staged.step)
         staged.buffer.dirty(event)
@@ -244,10 +242,8 @@ class ColdRows:
                 continue
             position_M = np.unique(np.concatenate(staged.newer))
             staged.newer = []
-            order = np.empty_like(staged.position_K)
-            order[staged.position_K] = np.arange(staged.keys_K.size)
             records = staged.buffer.device_KR.index_select(0, self._on_device(position_M))
-            self._write(staged.keys_K[order[position_M]], records.cpu().numpy())
+            self._write(staged.keys_at(position_M), records.cpu().numpy())
             self._counters.num_flushed += position_M.size
 
     def drop(self) -> None:

@@ -45,6 +45,7 @@ __all__ = [
     "predict_step_s",
     "step_ops",
     "sweep",
+    "why_plain",
 ]
 
 # From the simplest: where two take equally long, the earlier is taken.
@@ -126,19 +127,27 @@ def choose_mode(work: StepWork, rates: HostRates, dense: DenseTime, lookahead: i
         ValueError: a negative lookahead.
     """
     _check_known_ahead(lookahead)
-    if rates.link is None:
+    plain = why_plain(rates.link)
+    if plain is not None:
         # The classic path without a link: rows are read and updated where they lie.
         predicted_s = {"device": predict_step_s("classic", work, rates, dense)}
-        reason = (
-            "device: host memory is the device's own, so that staging would only copy rows "
-            "that can be used where they lie."
-        )
-        return ModeChoice("device", predicted_s, reason)
+        return ModeChoice("device", predicted_s, plain)
     modes = _predict_all(work, rates, dense, lookahead)
     mode = _fastest(modes, [name for name in STAGED_MODES if name in modes])
     assert mode != "classic"
     reason = _reason(mode, modes, work, rates, dense, lookahead)
     return ModeChoice(mode, {str(name): seconds for name, seconds in modes.items()}, reason)
+
+
+def why_plain(link: LinkRates | None) -> str | None:
+    """Why tables are best left on the device whatever a step does, in a sentence; None where that
+    is a matter of rates."""
+    if link is not None:
+        return None
+    return (
+        "device: host memory is the device's own, so that staging would only copy rows that can "
+        "be used where they lie."
+    )
 
 
 def sweep(

@@ -14,8 +14,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Literal, NamedTuple, get_args
@@ -82,7 +81,7 @@ class Timeline:
     """When work ran: sums always, single spans while recording is on. May be used by any thread.
 
     Args:
-        capacity: spans that are kept; older ones make room and are counted in `num_dropped`.
+        capacity: spans that are kept; older ones make room.
         clock: seconds since some fixed moment.
     """
 
@@ -90,7 +89,6 @@ class Timeline:
         self, capacity: int = 65_536, clock: Callable[[], float] = time.perf_counter
     ) -> None:
         self.is_recording = False
-        self.num_dropped = 0
         self.clock = clock
         self._spans: deque[OpSpan] = deque(maxlen=capacity)
         self._busy_s: dict[str, float] = dict.fromkeys((*QUEUES, COMPUTE), 0.0)
@@ -101,15 +99,7 @@ class Timeline:
         with self._lock:
             self._busy_s[queue] += end_s - begin_s
             if self.is_recording:
-                self.num_dropped += len(self._spans) == self._spans.maxlen
                 self._spans.append(OpSpan(queue, label, step, begin_s, end_s))
-
-    @contextmanager
-    def compute(self, label: str, step: int) -> Iterator[None]:
-        """Adds what its body takes as a span of the compute."""
-        begin_s = self.clock()
-        yield
-        self.add(COMPUTE, label, step, begin_s, self.clock())
 
     def spans(self) -> list[OpSpan]:
         """The spans kept, by their begin."""
@@ -117,16 +107,9 @@ class Timeline:
             return sorted(self._spans, key=lambda span: (span.begin_s, span.end_s))
 
     def busy_s(self) -> dict[str, float]:
-        """Seconds that each queue, and the compute as far as told, was at work since `clear`."""
+        """Seconds that each queue, and the compute as far as told, was at work."""
         with self._lock:
             return dict(self._busy_s)
-
-    def clear(self) -> None:
-        """Forgets all spans and sums."""
-        with self._lock:
-            self._spans.clear()
-            self._busy_s = dict.fromkeys(self._busy_s, 0.0)
-            self.num_dropped = 0
 
 
 class Executor(ABC):
@@ -230,8 +213,8 @@ class LinkRates:
         if not 0.0 <= self.latency_s < float("inf"):
             raise ValueError(f"latency_s {self.latency_s}: a time of at least 0 is needed")
 
-    def duration_s(self, num_bytes: int) -> float:
-        """Seconds of one transfer."""
+    def duration_s(self, num_bytes: float) -> float:
+        """Seconds of one transfer, of so many bytes on average."""
         return self.latency_s + num_bytes / self.bytes_per_s
 
 

@@ -27,7 +27,6 @@ class HostCounters:
         stall_s: time that the computation waited for records.
         num_steps: steps retired.
         num_hot_loads: times that the hot rows were read from the store.
-        num_hot_choices: times that the hot rows were chosen anew.
     """
 
     num_lookups: int = 0
@@ -47,7 +46,6 @@ class HostCounters:
     stall_s: float = 0.0
     num_steps: int = 0
     num_hot_loads: int = 0
-    num_hot_choices: int = 0
 
     def count_staged(self, num_rows: int, num_fetched: int, row_bytes: int) -> None:
         """A step's records of one group, `num_fetched` of them from the store."""

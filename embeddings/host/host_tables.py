@@ -32,8 +32,9 @@ from embeddings.host.hot_rows import COLD, HotRows
 from embeddings.host.hot_squares import HotSquares
 from embeddings.host.recent_counts import RecentCounts
 from embeddings.host.staging import RingBytes, StagingRing
+from embeddings.keys import sum_counts
 from embeddings.kv_gradients import KVGradients
-from embeddings.layout import KeySpace, keys_of
+from embeddings.layout import FeatureSlice, KeySpace, keys_of, stretches_of
 from embeddings.replicas import ReplicaRows
 from embeddings.requests import HotPart, SplitHot
 from embeddings.store import RowStore
@@ -119,6 +120,8 @@ class HostTables:
         settings: the schedule.
         counters: what it did.
         spaces: the key spaces in host memory, by their index.
+        hot: their hot rows.
+        hot_group: their groups of hot rows, numbered after the store's: what gradients name.
 
     Args:
         spaces: all key spaces.
@@ -214,10 +217,9 @@ class HostTables:
     def hot_row_bytes(self) -> dict[str, int]:
         """Per table what a hot row takes, at most: a record for each cut of its columns."""
         num_bytes: dict[str, int] = {}
-        for index, space in self.spaces.items():
-            for table, _ in {(self._features[s.feature].table, s.columns) for s in space.slices}:
-                record_bytes = self.hot[index].record_bytes
-                num_bytes[table] = num_bytes.get(table, 0) + record_bytes
+        for index, hot in self.hot.items():
+            for table, _ in self._cuts(index):
+                num_bytes[table] = num_bytes.get(table, 0) + hot.record_bytes
         return num_bytes
 
     def choose_rows(self, rows_of_table: Mapping[str, Int64Array]) -> None:
@@ -227,11 +229,10 @@ class HostTables:
             rows_of_table: per table distinct rows.
         """
         chosen: dict[int, Int64Array] = {}
-        for index, space in self.spaces.items():
-            parts = {(self._features[s.feature].table, s.columns): s for s in space.slices}
+        for index in self.spaces:
             keys = [
                 keys_of(part, rows_of_table[table])[0]
-                for (table, _), part in parts.items()
+                for (table, _), part in self._cuts(index).items()
                 if table in rows_of_table
             ]
             if keys:
@@ -285,12 +286,11 @@ class HostTables:
                 all_hot_B &= num_cold[bounds[1:]] == num_cold[bounds[:-1]]
         return all_hot_B
 
-    def count_samples(self, ids: JaggedIds) -> None:
-        """Counts a micro-batch's samples, and those that are wholly hot."""
-        if not self._is_counting:
-            return
-        self.counters.num_samples += ids.batch_size
-        self.counters.num_hot_samples += int(self.all_hot(ids).sum())
+    def count_samples(self, is_hot_B: npt.NDArray[np.bool_]) -> None:
+        """Counts samples, of which `all_hot` has told which are wholly hot."""
+        if self._is_counting:
+            self.counters.num_samples += is_hot_B.size
+            self.counters.num_hot_samples += int(is_hot_B.sum())
 
     def count_batch(self, part: HotPart, counts_K: Int64Array) -> None:
         """Counts a batch's lookups in one space; `counts_K` is how often each key occurs."""
@@ -306,25 +306,21 @@ class HostTables:
         rows: dict[str, list[tuple[Int64Array, Int64Array]]] = {}
         for index, recent in self._recent.items():
             keys_K, counts_K = recent.merged()
-            parts = {
-                (self._features[s.feature].table, s.columns): s for s in self.spaces[index].slices
-            }
-            for (table, columns), part in parts.items():
-                if columns[0][0] != 0:
-                    continue
-                for start, stop, shift in zip(
-                    part.row_starts, part.row_stops, part.key_shifts, strict=True
-                ):
-                    low, high = np.searchsorted(keys_K, (start + shift, stop + shift))
-                    rows.setdefault(table, []).append(
+            for (table, columns), part in self._cuts(index).items():
+                if columns[0][0] == 0:
+                    rows.setdefault(table, []).extend(
                         (keys_K[low:high] - shift, counts_K[low:high])
+                        for low, high, shift in stretches_of(part, keys_K)
                     )
-        found = {}
-        for table, stretches in rows.items():
-            ids_K = np.concatenate([ids for ids, _ in stretches])
-            order = np.argsort(ids_K, kind="stable")
-            found[table] = ids_K[order], np.concatenate([c for _, c in stretches])[order]
-        return found
+        return {table: sum_counts(stretches) for table, stretches in rows.items()}
+
+    def _cuts(self, index: int) -> dict[tuple[str, tuple[ColumnRange, ...]], FeatureSlice]:
+        """By table and columns one of the slices of a space: features of one table have equal
+        ones."""
+        return {
+            (self._features[part.feature].table, part.columns): part
+            for part in self.spaces[index].slices
+        }
 
     def own_hot_rows(self, group: int, slots_K: Tensor) -> list[HotStretch]:
         """Of some hot rows those that this rank owns, by table."""
@@ -361,13 +357,11 @@ class HostTables:
         for index, hot in self.hot.items():
             keys_H = keys_of_space.get(index, np.empty(0, dtype=np.int64))
             assert keys_H.size <= self.hot_capacity(index), "more hot rows than hot_bytes holds"
-            hot.is_loaded = False
             hot.choose(keys_H)
         if self._hot_squares is not None:
             self._hot_squares.hot_rows_chosen()
         for recent in self._recent.values():
             recent.clear()  # The next choice is by what comes from now on.
-        self.counters.num_hot_choices += 1
 
     # ------------------------------------------------------------------------------------ steps
 

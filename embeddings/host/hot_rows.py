@@ -70,9 +70,15 @@ class HotRows:
         """Bytes of the records on the device."""
         return self.keys_H.size * self.record_bytes
 
+    @property
+    def _block_rows(self) -> int:
+        return max(1, _BLOCK_BYTES // self.record_bytes)
+
     def choose(self, keys_H: Int64Array) -> None:
-        """Makes these keys the hot ones, after `settle`; ascending and distinct."""
-        assert not self.is_loaded, "settle comes first"
+        """Makes these keys the hot ones, after `settle`; ascending and distinct. They are to be
+        loaded."""
+        assert not self._is_newer_H.any(), "settle comes first"
+        self.is_loaded = False
         self.slot_of[self.keys_H] = COLD
         self.keys_H = keys_H
         self.slot_of[keys_H] = np.arange(keys_H.size, dtype=np.int32)
@@ -130,10 +136,9 @@ class HotRows:
 
     def load(self) -> None:
         """Reads the hot rows from the stores of their owners; called by all ranks."""
-        block_rows = max(1, _BLOCK_BYTES // self.record_bytes)
         bounds = self._slot_bounds()
-        for start in range(0, self.keys_H.size, block_rows):
-            stop = min(start + block_rows, self.keys_H.size)
+        for start in range(0, self.keys_H.size, self._block_rows):
+            stop = min(start + self._block_rows, self.keys_H.size)
             self._load_block(start, stop, np.clip(bounds, start, stop))
         self.is_loaded = True
 
@@ -146,8 +151,7 @@ class HotRows:
             keys_M = torch.from_numpy(
                 self.keys_H[bounds[rank] : bounds[rank + 1]] - self._space.bases[rank]
             )
-            arrays = [self._store.weights(group), *self._store.state(group).values()]
-            for array, columns in zip(arrays, self._layout.columns, strict=True):
+            for array, columns in zip(self._store.arrays(group), self._layout.columns, strict=True):
                 own[:, columns] = array.index_select(0, keys_M)
         received = torch.empty((stop - start) * width, dtype=self._dtype)
         world_size = self._comm.world_size
@@ -171,12 +175,11 @@ class HotRows:
         if group is None or not slots.size:
             return
         keys_M = torch.from_numpy(self.keys_H[slots] - self._space.bases[rank])
-        arrays = [self._store.weights(group), *self._store.state(group).values()]
-        for block in range(0, slots.size, max(1, _BLOCK_BYTES // self.record_bytes)):
-            part = slice(block, block + max(1, _BLOCK_BYTES // self.record_bytes))
-            index = torch.from_numpy(slots[part]).to(self._records.device)
+        for start in range(0, slots.size, self._block_rows):
+            part = slice(start, start + self._block_rows)
+            index = index_on_device(torch.from_numpy(slots[part]), self._executor.device)
             records = self._records.index_select(0, index).cpu()
-            for array, columns in zip(arrays, self._layout.columns, strict=True):
+            for array, columns in zip(self._store.arrays(group), self._layout.columns, strict=True):
                 array.index_copy_(0, keys_M[part], records[:, columns].contiguous())
 
     def _slot_bounds(self) -> Int64Array:

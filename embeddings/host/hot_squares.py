@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from embeddings.host.hot_rows import HotRows
-from embeddings.layout import KeySpace
+from embeddings.layout import KeySpace, stretches_of
 from embeddings.row_optim import RowOptimizerConfig, decayed, row_squares
 from embeddings.table import FeatureConfig, TableConfig
 
@@ -59,10 +59,7 @@ class HotSquares:
             dim_H = np.ones(hot.keys_H.size)
             for part in self._spaces[index].slices:
                 table = self._features[part.feature].table
-                for start, stop, shift in zip(
-                    part.row_starts, part.row_stops, part.key_shifts, strict=True
-                ):
-                    low, high = np.searchsorted(hot.keys_H, (start + shift, stop + shift))
+                for low, high, shift in stretches_of(part, hot.keys_H):
                     row_H[low:high] = hot.keys_H[low:high] - shift + self._first_row[table]
                     self._column_H[index][low:high] = part.columns[0][0]
                     dim_H[low:high] = self._dims[table]
@@ -88,8 +85,7 @@ class HotSquares:
         shares: list[tuple[int, Tensor, Tensor]] = []
         for index, (slots_K, grads_KD) in touched.items():
             hot = self._hot[index]
-            if self._optimizer.weight_decay:
-                grads_KD = decayed(self._optimizer, hot.gather(slots_K), grads_KD)
+            grads_KD = decayed(self._optimizer, hot.gather(slots_K), grads_KD)
             dims_K1 = self._dim_H[index][slots_K].to(grads_KD.dtype)
             values_K = (row_squares(grads_KD, 1) / dims_K1)[:, 0]
             first_K = self.first_columns(index, slots_K)

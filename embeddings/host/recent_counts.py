@@ -7,9 +7,8 @@ from collections import deque
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
-from embeddings.keys import sort_keys
+from embeddings.keys import sum_counts
 from embeddings.plan_words import counted, shown_bytes
 
 Int64Array = npt.NDArray[np.int64]
@@ -69,13 +68,7 @@ class RecentCounts:
 
     def merged(self) -> tuple[Int64Array, Int64Array]:
         """The distinct keys of the window in rising order, and their counts summed; both int64."""
-        if not self.num_bytes:
-            return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
-        keys_L = np.concatenate([keys for keys, _ in self._steps])
-        counts_L = np.concatenate([counts for _, counts in self._steps])
-        by_key = sort_keys(torch.from_numpy(keys_L))
-        ordered_L = counts_L[by_key.order_L.numpy()]
-        return by_key.keys_K.numpy(), np.add.reduceat(ordered_L, by_key.starts.numpy()[:-1])
+        return sum_counts(tuple(self._steps))
 
     def clear(self) -> None:
         """Forgets all steps."""

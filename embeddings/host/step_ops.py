@@ -300,7 +300,7 @@ def _link_s(link: LinkRates | None, num_bytes: float) -> float:
     """Seconds of one transfer; there is none where nothing has to cross."""
     if link is None or not num_bytes:
         return 0.0
-    return link.latency_s + num_bytes / link.bytes_per_s
+    return link.duration_s(num_bytes)
 
 
 def _check_at_least_0(values: DenseTime | StepWork) -> None:

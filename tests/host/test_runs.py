@@ -74,6 +74,8 @@ def fit_and_count(trainer: Trainer) -> tuple[Outcome, Counter[str], int]:
         return outcome, Counter(), 0
     staged = host.num_staged
     numbers = {n: v for n, v in vars(host.counters).items() if n.startswith("num_")}
+    assert trainer.hot_set is not None
+    numbers["num_hot_choices"] = trainer.hot_set.figures()["num_hot_choices"]
     return outcome, Counter(numbers), staged
 
 
