@@ -9,7 +9,7 @@ import torch
 
 from data.errors import UserError
 from data.manifest import Manifest
-from dlrm.config import TrainRun
+from dlrm.config import LaunchConfig, TrainRun
 from dlrm.launch import WorkerContext
 from dlrm.model import DLRM, check_table_names, table_dim
 from embeddings.communicator import Communicator, ProcessGroup, SingleProcess
@@ -17,6 +17,7 @@ from embeddings.host.host_tables import HostSettings, Mode
 from embeddings.plan import Plan
 from embeddings.row_optim import RowOptimizerConfig, RowOptimizerName
 from embeddings.sharded import Backend, ShardedEmbeddings, Wire
+from embeddings.shared_memory import SharedMemory, why_not_shared
 from embeddings.table import FeatureConfig, Pooling, TableConfig
 
 _RECENT_STEPS = 256
@@ -135,10 +136,23 @@ def build_model(config: TrainRun, manifest: Manifest) -> DLRM:
     return model.to(PRECISION_DTYPES[config.train.precision])
 
 
-def communicator(context: WorkerContext) -> Communicator:
-    """The ranks of a run, as the tables and the dense network communicate with them."""
+def communicator(context: WorkerContext, launch: LaunchConfig) -> Communicator:
+    """The ranks of a run, as the tables and the dense network communicate with them.
+
+    Raises:
+        UserError: where `launch.transport=shared_memory` can't be had.
+    """
     if context.world_size == 1:
         return SingleProcess()
-    comm = ProcessGroup()
+    comm: ProcessGroup
+    reason = None if launch.transport == "gloo" else why_not_shared()
+    if launch.transport == "gloo" or (launch.transport == "auto" and reason is not None):
+        comm = ProcessGroup()
+    elif reason is None:
+        comm = SharedMemory(timeout_s=launch.timeout_s)
+    else:
+        raise UserError(
+            f"launch.transport=shared_memory can't be had: {reason}; set launch.transport=auto"
+        )
     comm.on_wait = context.heartbeat.waiting
     return comm

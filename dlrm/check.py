@@ -146,7 +146,7 @@ def prepare_check(config: CheckRun, dataset: PreparedDataset, plan: Plan) -> Non
 
 def check_rank(context: WorkerContext, task: CheckTask) -> list[PassResult]:
     """One rank of a check; the results are rank 0's, the others have none."""
-    return check_with(communicator(context), task, context.heartbeat.beat)
+    return check_with(communicator(context, task.config.launch), task, context.heartbeat.beat)
 
 
 def check_with(

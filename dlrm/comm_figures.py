@@ -26,9 +26,9 @@ def comm_figures(comm: Communicator, num_steps: int) -> dict[str, Any]:
         num_steps: optimizer steps.
 
     Returns:
-        `collectives_per_step` for the tables, `dense_collectives_per_step`, `bytes_sent_per_step`
-        (mean over ranks of what a rank sends to others), the same as `…_max_rank`, and `imbalance`:
-        the tables' bytes of the rank that sends most, over the mean.
+        `transport`; `collectives_per_step` for the tables, `dense_collectives_per_step`,
+        `bytes_sent_per_step` (mean over ranks of what a rank sends to others), the same as
+        `…_max_rank`, and `imbalance`: the tables' bytes of the rank that sends most, over the mean.
     """
     counters = comm.counters
     own = {
@@ -39,6 +39,7 @@ def comm_figures(comm: Communicator, num_steps: int) -> dict[str, Any]:
     tables = [rank["ids"] + rank["rows"] + rank["grads"] for rank in of_ranks]
     mean_tables = sum(tables) / len(tables)
     return {
+        "transport": comm.transport,
         "collectives_per_step": round(
             sum(counters.num_collectives[kind] for kind in _TABLE_KINDS) / num_steps, 3
         ),

@@ -221,6 +221,9 @@ class TrainConfig:
                     )
 
 
+TRANSPORTS = ("auto", "shared_memory", "gloo")
+
+
 @dataclass
 class LaunchConfig:
     """Processes and devices."""
@@ -231,6 +234,9 @@ class LaunchConfig:
     """Ranks that count as one host for `sharding=table_row_wise`; null: `nproc`."""
     device: str = "cpu"
     """Device of the dense network and the tables: `cpu` or `cuda`; only `cpu` is built so far."""
+    transport: str = "auto"
+    """How values travel between CPU workers: `shared_memory`, for workers of one host, or `gloo`;
+    `auto`: shared memory where all are on one host and no network interface is asked for."""
     num_threads: int | None = None
     """Threads of torch in a worker; null: cores / workers, at least 1, and no more than
     OMP_NUM_THREADS where that is set. One process keeps torch's default."""
@@ -245,6 +251,14 @@ class LaunchConfig:
                 raise UserError(f"launch.{name}={value}: must be at least 1")
         if not 0 < self.timeout_s < math.inf:
             raise UserError(f"launch.timeout_s={self.timeout_s:g}: must be a number above 0")
+        if self.transport not in TRANSPORTS:
+            raise UserError(
+                f"launch.transport={self.transport}: must be one of {', '.join(TRANSPORTS)}"
+            )
+        if self.transport != "auto" and self.nproc == 1 and not under_torchrun():
+            warnings.warn(
+                f"launch.transport={self.transport} is ignored: there is one process", stacklevel=3
+            )
         if self.device not in ("cpu", "cuda"):
             raise UserError(f"launch.device={self.device}: must be cpu or cuda")
         if self.device == "cuda":

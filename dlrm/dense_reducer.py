@@ -11,7 +11,7 @@ from embeddings.communicator import Communicator, Pending
 
 BUCKET_BYTES = 1 << 20
 _NUM_EXTRA = 2
-"""Values of the last bucket besides gradients: the loss, and whether a rank is to stop."""
+"""Values of the first bucket besides gradients: the loss, and whether a rank is to stop."""
 
 
 class DenseReducer:
@@ -19,8 +19,9 @@ class DenseReducer:
 
     Every rank holds the whole dense network and computes its samples' share of the global mean, so
     gradients are *summed*. They are copied into flat buckets of about 1 MiB in the order in which
-    backward makes them, the last layer's first; the loss is one more value of the last bucket, and
-    so is whether a rank was told to stop: all ranks then know of it after the same step.
+    backward makes them, the last layer's first; the loss is one more value of the first bucket, and
+    so is whether a rank was told to stop: all ranks then know of it after the same step, and before
+    the last bucket has come.
 
     Collectives: one all-reduce per bucket and step, `2 (W-1)/W` of its bytes per rank. With
     `overlap` a bucket is issued within backward, as soon as it and all buckets before it are
@@ -28,7 +29,7 @@ class DenseReducer:
     the buckets on every rank.
 
     A step: `begin(loss, is_stopping)`, then `loss.backward()` of the last micro-batch, then
-    `finish()`.
+    `loss()`, and then `finish()`: what needs no dense gradient may be done between the two.
 
     Args:
         parameters: those of the dense network, in the order of the forward pass.
@@ -51,7 +52,7 @@ class DenseReducer:
         for parameter in backwards:
             members.append(parameter)
             if sum(p.nbytes for p in members) >= BUCKET_BYTES or parameter is backwards[-1]:
-                self._buckets.append(_Bucket(members, is_last=parameter is backwards[-1]))
+                self._buckets.append(_Bucket(members, is_first=not self._buckets))
                 members = []
         for index, bucket in enumerate(self._buckets):
             for parameter in bucket.parameters:
@@ -79,11 +80,11 @@ class DenseReducer:
         for bucket in self._buckets:
             bucket.begin()
         if self._buckets:
-            self._buckets[-1].flat[-2] = self._loss
-            self._buckets[-1].flat[-1] = float(is_stopping)
+            self._buckets[0].flat[-2] = self._loss
+            self._buckets[0].flat[-1] = float(is_stopping)
 
-    def finish(self) -> float:
-        """Waits for the sums, puts them into the parameters' `grad`; returns the summed loss."""
+    def loss(self) -> float:
+        """Waits for the first sums; returns the summed loss. `is_stopping` is known then."""
         assert self._is_filling, "`begin` comes before the last backward of a step"
         self._is_filling = False
         if not self._buckets:
@@ -91,10 +92,15 @@ class DenseReducer:
         for bucket in self._buckets:
             assert bucket.is_full, "a dense parameter got no gradient"
         self._issue()
+        self._buckets[0].finish()
+        self.is_stopping = bool(self._buckets[0].flat[-1] > 0)
+        return float(self._buckets[0].flat[-2])
+
+    def finish(self) -> None:
+        """Waits for the other sums; all are in the parameters' `grad` then. May be called again."""
+        assert not self._is_filling, "`loss` comes before `finish`"
         for bucket in self._buckets:
             bucket.finish()
-        self.is_stopping = bool(self._buckets[-1].flat[-1] > 0)
-        return float(self._buckets[-1].flat[-2])
 
     def _fill(self, index: int, parameter: nn.Parameter) -> None:
         if not self._is_filling:
@@ -113,9 +119,9 @@ class DenseReducer:
 class _Bucket:
     """A flat copy of some gradients."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], *, is_last: bool) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], *, is_first: bool) -> None:
         self.parameters = list(parameters)
-        size = sum(p.numel() for p in parameters) + (_NUM_EXTRA if is_last else 0)
+        size = sum(p.numel() for p in parameters) + (_NUM_EXTRA if is_first else 0)
         self.flat = torch.zeros(size, dtype=parameters[0].dtype, device=parameters[0].device)
         self._views: dict[nn.Parameter, Tensor] = {}
         position = 0
@@ -142,7 +148,8 @@ class _Bucket:
         self._pending = comm.all_reduce("dense", self.flat)
 
     def finish(self) -> None:
-        assert self._pending is not None
+        if self._pending is None:
+            return
         self._pending.wait()
         self._pending = None
         for parameter in self.parameters:

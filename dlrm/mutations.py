@@ -126,7 +126,7 @@ def forget_replicas(trainer: Trainer) -> None:
                 KVGradients(
                     index,
                     torch.from_numpy(rows[table]) + key,
-                    replicas._of_table(table, gradients),
+                    replicas._of_tables(range(table, table + 1), gradients),
                 )
                 for table, (index, key, _, _) in enumerate(replicas._tables)
             ]
@@ -140,19 +140,27 @@ def forget_replicas(trainer: Trainer) -> None:
 def dense_not_summed(trainer: Trainer) -> None:
     """Every rank steps its dense weights with its own gradients only."""
 
-    def wrapper(original: Callable[[], float]) -> Callable[[], float]:
-        def finish() -> float:
-            parameters = list(trainer.model.parameters())
-            own = [p.grad.clone() for p in parameters if p.grad is not None]
-            loss = original()
+    parameters = list(trainer.model.parameters())
+    own: list[Tensor] = []
+
+    def keep_own(original: Callable[[], float]) -> Callable[[], float]:
+        def loss() -> float:
+            own[:] = [p.grad.clone() for p in parameters if p.grad is not None]
+            return original()
+
+        return loss
+
+    def put_back(original: Callable[[], None]) -> Callable[[], None]:
+        def finish() -> None:
+            original()
             for parameter, grad in zip(parameters, own, strict=True):
                 assert parameter.grad is not None
                 parameter.grad.copy_(grad)
-            return loss
 
         return finish
 
-    replace_method(trainer.reducer, "finish", wrapper)
+    replace_method(trainer.reducer, "loss", keep_own)
+    replace_method(trainer.reducer, "finish", put_back)
 
 
 # ---------------------------------------------------------------------------------- the optimizer

@@ -157,7 +157,7 @@ def evaluate_rank(
     context: WorkerContext, task: ScoreTask, say: Callable[[str], None] = print
 ) -> dict[str, Any]:
     """One rank of an evaluation; the first prints and writes."""
-    comm = communicator(context)
+    comm = communicator(context, task.config.launch)
     trained = TrainedModel(task, comm)
     part = task.config.part if task.config.data.raw is None else "raw"
     batches = _batches(trained, need_labels=True)
@@ -201,7 +201,7 @@ def predict_rank(
     context: WorkerContext, task: ScoreTask, say: Callable[[str], None] = print
 ) -> Path:
     """One rank of a prediction; the first collects and writes."""
-    comm = communicator(context)
+    comm = communicator(context, task.config.launch)
     trained = TrainedModel(task, comm)
     out = task.run_dir / "predictions.parquet"
     if task.config.out is not None:

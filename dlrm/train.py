@@ -246,7 +246,7 @@ def train_rank(context: WorkerContext, task: TrainTask, say: Callable[[str], Non
     """
     config = task.config
     folder = RunFolder.of_this_run(task.run_dir)
-    comm = communicator(context)
+    comm = communicator(context, task.config.launch)
     result = task.result
     result["num_threads"] = torch.get_num_threads()
     context.heartbeat.beat(0, "build")

@@ -264,10 +264,13 @@ class Trainer:
                     self.reducer.begin(loss_sum, self._is_stop_asked())
                 gradients.append(self._backward(loss, pooled_BS, plan, lr_sparse))
         with self._timer("dense_reduce"):
-            loss_sum = self.reducer.finish()
+            loss_sum = self.reducer.loss()
         self._raise_if_not_finite(loss_sum)
         with self._timer("apply"):
-            self.embeddings.apply(self._clipped(sum_kv(gradients)), lr_sparse)
+            summed = gradients[0] if len(gradients) == 1 else sum_kv(gradients)
+            self.embeddings.apply(self._clipped(summed), lr_sparse)
+        with self._timer("dense_reduce"):
+            self.reducer.finish()  # Its last sums have travelled while rows were updated.
         with self._timer("dense_update"):
             for group in self.dense_optimizer.param_groups:
                 group["lr"] = lr_dense
@@ -325,6 +328,7 @@ class Trainer:
         """Scales dense and row gradients together where `optim.clip_norm` says so."""
         if self.config.optim.clip_norm is None:
             return gradients
+        self.reducer.finish()
         dense = [p.grad for p in self.model.parameters() if p.grad is not None]
         norm, factor = clip_factor(
             dense,

@@ -36,6 +36,7 @@ START_TIMEOUT_S = 60.0
 
 # Errors of these packages that are ValueErrors are the user's to mend (as in dlrm/__main__.py).
 _OUR_PACKAGES = ("data", "embeddings", "dlrm")
+_END_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 _POLL_S = 0.02
 _PR_SET_PDEATHSIG = 1
 _CLONE_NEWNET = 0x40000000
@@ -141,6 +142,8 @@ def main(folder: Path, launcher_pid: int) -> None:
     except KeyboardInterrupt:
         _end(130)
     except BaseException as error:
+        for number in _END_SIGNALS:
+            signal.signal(number, signal.SIG_IGN)  # Being told to end isn't why it failed.
         failure = _describe(error, rank)
         partial = failure_file(folder, rank).with_suffix(".partial")
         partial.write_text(json.dumps(asdict(failure)))
@@ -270,7 +273,7 @@ def _handle_signals(stack: Path) -> None:
 
     file = open(stack, "w")  # noqa: SIM115  (lives as long as the process)
     faulthandler.enable(file)
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    for number in _END_SIGNALS:
         signal.signal(number, stop)
         faulthandler.register(number, file, chain=True)
 

@@ -86,12 +86,14 @@ class Communicator(ABC):
         world_size: `W`.
         counters: what was issued so far.
         on_wait: told what a blocking wait is for, and None when it is over (the heartbeat).
+        transport: what values travel through.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
         self.counters = CommCounters()
         self.on_wait: Callable[[str | None], None] = lambda what: None
+        self.transport = "none"
 
     def all_to_all(
         self,
@@ -223,6 +225,7 @@ class ProcessGroup(Communicator):
         super().__init__(dist.get_rank(group), dist.get_world_size(group))
         self._group = group
         self._num_messages = 0
+        self.transport = str(dist.get_backend(group))
         if pairwise is None:
             is_network = os.environ.get("GLOO_SOCKET_IFNAME") != "lo"
             pairwise = dist.get_backend(group) == "gloo" and any(self.all_gather_object(is_network))

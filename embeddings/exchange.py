@@ -264,8 +264,8 @@ class Exchange:
 
         Returns:
             Finishes with the sums over all ranks for the rows that this rank holds. A group may
-            have several, of disjoint keys: one for each exchange of its tables, and one for each
-            replica.
+            have several, of disjoint keys: for each exchange of its tables, and as
+            `Replicas.sum_ranks` returns them.
         """
         matrices = [
             bag_sum(grad.reshape(-1, space.dim), *request.vectors)
@@ -283,7 +283,7 @@ class Exchange:
         if self._comm.world_size > 1:
             replica_grads, hot_grads = [*replica_grads, *hot_grads], []
         own = self._replicas.split(replica_grads, plan.replicas)
-        extra = [part.reshape(-1) for part in own if part is not None]
+        extra = [part.reshape(-1) for part in own]
         num_out, num_in = self._replica_sizes(plan, sum(part.numel() for part in extra))
         sizes_in = self._value_wire.sizes(plan.services, num_in)
         scale = self._gradient_scale(plan)
@@ -307,9 +307,7 @@ class Exchange:
                 if service is not None
             ]
             # As the other ranks got them, so that replicas stay equal to the bit.
-            own_rounded = [
-                None if part is None else self._value_wire.rounded(part, scale) for part in own
-            ]
+            own_rounded = [self._value_wire.rounded(part, scale) for part in own]
             summed = self._replicas.sum_ranks(plan.replicas, own_rounded, received, dense)
             return gradients + summed + hot_grads
 

@@ -14,7 +14,7 @@ never is: each may touch every row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -124,6 +124,22 @@ class Replicas:
             dense.append(gathered > 2 * table.num_rows * (table.dim + 1) * self._dense_bytes)
         return ReplicaCounts(num_rows.copy(), tuple(dense))
 
+    def _runs(self, counts: ReplicaCounts) -> Iterator[range]:
+        """The tables that are gathered, as stretches of neighbours in a group, which are sorted and
+        summed together."""
+        is_dense, start = counts.is_dense, 0
+        for table in range(self.num_tables):
+            is_last = table + 1 == self.num_tables
+            if is_dense[table]:
+                start = table + 1
+            elif (
+                is_last
+                or is_dense[table + 1]
+                or self._tables[table + 1].group != self._tables[table].group
+            ):
+                yield range(start, table + 1)
+                start = table + 1
+
     def num_id_bytes(self, rank: int, counts: ReplicaCounts) -> int:
         """Bytes of ids that `rank` sends to each other rank."""
         return sum(
@@ -151,17 +167,15 @@ class Replicas:
             for table in range(self.num_tables)
         ]
 
-    def split(self, gradients: Sequence[KVGradients], counts: ReplicaCounts) -> list[Tensor | None]:
-        """Per table this rank's gradients of its touched rows, `(K, D)`; None for a dense one."""
-        return [
-            None if counts.is_dense[table] else self._of_table(table, gradients)
-            for table in range(self.num_tables)
-        ]
+    def split(self, gradients: Sequence[KVGradients], counts: ReplicaCounts) -> list[Tensor]:
+        """Per run this rank's gradients of its touched rows, `(K, D)`."""
+        return [self._of_tables(run, gradients) for run in self._runs(counts)]
 
-    def _of_table(self, table: int, gradients: Sequence[KVGradients]) -> Tensor:
-        group, key, num_rows, _ = self._tables[table]
-        _, keys_K, grads_KD = next(entry for entry in gradients if entry[0] == group)
-        low, high = sorted_stretch(keys_K, key, key + num_rows)
+    def _of_tables(self, run: range, gradients: Sequence[KVGradients]) -> Tensor:
+        """This rank's gradients of neighbouring tables of one group."""
+        first, last = self._tables[run[0]], self._tables[run[-1]]
+        _, keys_K, grads_KD = next(entry for entry in gradients if entry[0] == first.group)
+        low, high = sorted_stretch(keys_K, first.first_key, last.first_key + last.num_rows)
         return grads_KD[low:high]
 
     def begin_dense(
@@ -176,7 +190,7 @@ class Replicas:
         matrices = []
         for table in chosen:
             _, _, num_rows, dim = self._tables[table]
-            grads_KD = self._of_table(table, gradients)
+            grads_KD = self._of_tables(range(table, table + 1), gradients)
             matrix = grads_KD.new_zeros(num_rows, dim + 1)
             # Its own rows are known here, though no ids travelled.
             rows_K = torch.from_numpy(counts.rows[self._comm.rank][table])
@@ -188,11 +202,12 @@ class Replicas:
     def sum_ranks(
         self,
         counts: ReplicaCounts,
-        own: Sequence[Tensor | None],
+        own: Sequence[Tensor],
         received: Sequence[Tensor],
         dense: Pending | None,
     ) -> list[KVGradients]:
-        """Per table the touched rows as keys of its group, and the sums over all ranks.
+        """The touched rows as keys of their group, and the sums over all ranks: of each run, and of
+        each table that went as a matrix.
 
         The sums of gathered gradients are made in the order of the ranks, on every rank alike: the
         replicas stay equal to the bit.
@@ -205,31 +220,41 @@ class Replicas:
         """
         positions = [0] * self._comm.world_size
         sums: list[KVGradients] = []
-        matrices = None if dense is None else dense.wait()
-        matrix_start = 0
-        for table, (group, key, num_rows, dim) in enumerate(self._tables):
-            if counts.is_dense[table]:
-                assert matrices is not None
-                size = num_rows * (dim + 1)
-                matrix = matrices[matrix_start : matrix_start + size].view(num_rows, -1)
-                matrix_start += size
-                rows_K = torch.nonzero(matrix[:, dim])[:, 0]
-                grads_KD = matrix[rows_K, :dim].contiguous()
-                sums.append(KVGradients(group, rows_K + key, grads_KD))
-                continue
+        for run, own_KD in zip(self._runs(counts), own, strict=True):
+            group, _, _, dim = self._tables[run[0]]
             parts: list[Tensor] = []
-            for rank in range(self._comm.world_size):
-                own_part = own[table]
+            for rank, start in enumerate(positions):
                 if rank == self._comm.rank:
-                    assert own_part is not None
-                    parts.append(own_part)
+                    parts.append(own_KD)
                     continue
-                size = int(counts.num_rows[rank, table]) * dim
-                start = positions[rank]
+                size = int(counts.num_rows[rank, run.start : run.stop].sum()) * dim
                 parts.append(received[rank][start : start + size].view(-1, dim))
                 positions[rank] += size
-            rows_L = torch.from_numpy(np.concatenate([rows[table] for rows in counts.rows]))
-            ordered = sort_keys(rows_L)
+            keys_L = np.concatenate(
+                [
+                    rows[table] + self._tables[table].first_key
+                    for rows in counts.rows
+                    for table in run
+                ]
+            )
+            ordered = sort_keys(torch.from_numpy(keys_L))
             grads_KD = bag_sum(torch.cat(parts), ordered.order_L, ordered.starts, None)
-            sums.append(KVGradients(group, ordered.keys_K + key, grads_KD))
+            sums.append(KVGradients(group, ordered.keys_K, grads_KD))
+        return sums + self._read_dense(counts, dense)
+
+    def _read_dense(self, counts: ReplicaCounts, dense: Pending | None) -> list[KVGradients]:
+        """The touched rows of the tables whose gradients went as matrices."""
+        if dense is None:
+            return []
+        matrices, start = dense.wait(), 0
+        sums: list[KVGradients] = []
+        for (group, key, num_rows, dim), is_dense in zip(
+            self._tables, counts.is_dense, strict=True
+        ):
+            if is_dense:
+                size = num_rows * (dim + 1)
+                matrix = matrices[start : start + size].view(num_rows, -1)
+                start += size
+                rows_K = torch.nonzero(matrix[:, dim])[:, 0]
+                sums.append(KVGradients(group, rows_K + key, matrix[rows_K, :dim].contiguous()))
         return sums

@@ -115,9 +115,9 @@ class GroupPlan:
     offsets: Tensor
     weights_L: Tensor | None
 
-    @property
+    @cached_property
     def lengths_FB(self) -> Int64Array:
-        """Keys per bag, `(F, B)`."""
+        """Keys per bag, `(F, B)` (computed at the first call)."""
         return np.diff(self.offsets.numpy()).reshape(len(self.features), self.batch_size)
 
     @cached_property

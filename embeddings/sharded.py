@@ -16,7 +16,7 @@ from embeddings.exchange import Exchange, ExchangePlan, PendingPlan
 from embeddings.fused import FusedGroup, load_fbgemm, why_not_fused
 from embeddings.host.executor import Executor, ThreadExecutor
 from embeddings.host.host_tables import HostSettings, HostTables
-from embeddings.kv_gradients import KVGradients
+from embeddings.kv_gradients import KVGradients, sum_kv
 from embeddings.layout import build_key_spaces, split_row_stretches
 from embeddings.plan import Plan, single_process_plan
 from embeddings.replicas import ReplicaRows, Replicas
@@ -430,8 +430,8 @@ class ShardedEmbeddings:
             lr: learning rate of this step; the fused update takes place here.
 
         Returns:
-            Gradients by group (torch), summed over the samples of all ranks: pass them through
-            `sum_kv`; or an empty list (fbgemm: rows are updated).
+            Gradients by group (torch), summed over the samples of all ranks; of a group there may
+            be several, of disjoint keys; or an empty list (fbgemm: rows are updated).
         """
         return self.begin_backward(plan, grad_BS, lr).finish()
 
@@ -472,11 +472,12 @@ class ShardedEmbeddings:
         """Update rows and their state; called once per optimizer step, whatever the backend.
 
         Args:
-            kv_gradients: at most one per group, from `sum_kv`; empty for fbgemm.
+            kv_gradients: of all micro-batches together, each key of a group once: what `backward`
+                returned of the only one, or `sum_kv` of several; empty for fbgemm.
             lr: learning rate of this step.
         """
-        groups = [gradients.group for gradients in kv_gradients]
-        assert len(set(groups)) == len(groups), f"one gradient per group, not {groups}: use sum_kv"
+        if self.host is not None or self._row_squares is not None:
+            kv_gradients = sum_kv([kv_gradients])  # One per group, by ascending key.
         self.store.begin_step()
         if self.host is not None:
             self.host.begin_update()

@@ -119,7 +119,7 @@ def bench_features(tables: Iterable[TableConfig]) -> list[FeatureConfig]:
 
 def measure_checkpoint(context: WorkerContext, task: CheckpointTask) -> dict[str, Any]:
     """One rank of a measurement; the figures are of all ranks."""
-    comm = communicator(context)
+    comm = communicator(context, task.config.launch)
     is_save = task.operation in (SAVE, ASYNC_SAVE)
     with keep_beating(context.heartbeat, task.operation):
         # Those that are loaded into hold other values.

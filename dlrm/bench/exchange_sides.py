@@ -13,10 +13,10 @@ from torch import Tensor
 from data.batch import Batch
 from data.parquet import PreparedDataset
 from dlrm.bench.exchange_steps import ExchangeTask, given_gradient
+from dlrm.bench.measure import sent_figures
 from dlrm.build import build_embeddings, build_tables, communicator
 from dlrm.launch import WorkerContext
-from embeddings.communicator import KINDS, CommCounters
-from embeddings.kv_gradients import sum_kv
+from embeddings.communicator import CommCounters
 from embeddings.sharded import ShardedEmbeddings
 
 
@@ -26,7 +26,10 @@ def build_exchange(
 ) -> Iterator[DlrmExchange]:
     """See `exchange_steps.BuildExchange`."""
     embeddings = build_embeddings(
-        task.config, dataset.manifest, plan=task.plan, comm=communicator(context)
+        task.config,
+        dataset.manifest,
+        plan=task.plan,
+        comm=communicator(context, task.config.launch),
     )
     tables, features = build_tables(task.config, dataset.manifest)
     dims = {table.name: table.dim for table in tables}
@@ -49,7 +52,8 @@ class DlrmExchange:
         self._num_steps = 0
         sharding = task.config.sharding
         if embeddings.comm.world_size > 1:
-            how = f"sharding {sharding.layout}, exchange {sharding.exchange}"
+            how = f"sharding {sharding.layout}, exchange {sharding.exchange}, "
+            how += f"over {embeddings.comm.transport}"
         else:
             how = "one process"
         self.note = f"backend {embeddings.backend}, {how}"
@@ -59,7 +63,7 @@ class DlrmExchange:
         plan = self._embeddings.plan_batch(next(self._batches).ids)
         self._embeddings.lookup(plan)
         gradients = self._embeddings.backward(plan, self._grad_BS, self._lr)
-        self._embeddings.apply(sum_kv([gradients]), self._lr)
+        self._embeddings.apply(gradients, self._lr)
         self._num_steps += 1
 
     def begin_window(self) -> None:
@@ -69,14 +73,7 @@ class DlrmExchange:
 
     def figures(self) -> dict[str, Any]:
         """Bytes and collectives by kind, per step, mean over the ranks."""
-        comm = self._embeddings.comm
-        sent, collectives = comm.counters.sent_bytes, comm.counters.num_collectives
-        of_ranks = comm.all_gather_object(sent)
-        scale = 1 / (self._num_steps * len(of_ranks))
-        return {
-            "sent_bytes": {k: scale * sum(one[k] for one in of_ranks) for k in KINDS},
-            "collectives": {k: collectives[k] / self._num_steps for k in KINDS},
-        }
+        return sent_figures(self._embeddings.comm, self._num_steps)
 
     def pooled(self, batch: Batch) -> Tensor:
         """See `exchange_steps.ExchangeSide`."""

@@ -12,14 +12,14 @@ from torch import Tensor
 
 from data.batch import Batch
 from data.parquet import PreparedDataset
-from dlrm.bench.measure import SideTask
+from dlrm.bench.measure import SideTask, sent_figures
 from dlrm.build import communicator
 from dlrm.launch import WorkerContext
 from dlrm.recorder import PHASES
 from dlrm.run_folder import RunFolder
 from dlrm.scoring import autocast, dense_input
 from dlrm.trainer import Trainer
-from embeddings.communicator import KINDS, CommCounters
+from embeddings.communicator import CommCounters
 
 
 @contextmanager
@@ -33,7 +33,7 @@ def build(
             dataset,
             RunFolder(Path(folder)),
             lambda line: None,
-            comm=communicator(context),
+            comm=communicator(context, task.config.launch),
             plan=task.plan,
             beat=context.heartbeat.beat,
         )
@@ -52,7 +52,8 @@ class DlrmSide:
         layout = trainer.config.sharding.layout if trainer.comm.world_size > 1 else "one process"
         self.note = (
             f"backend {trainer.embeddings.backend}, sharding {layout}, "
-            f"wire {trainer.config.sharding.wire}, overlap {trainer.config.train.overlap}"
+            f"wire {trainer.config.sharding.wire}, overlap {trainer.config.train.overlap}, "
+            f"over {trainer.comm.transport}"
         )
         self._window_step = 0
         self._window_s: dict[str, float] = {}
@@ -74,13 +75,11 @@ class DlrmSide:
         """Time of each phase, collectives and bytes by kind, per step."""
         steps = self._trainer.steps_done - self._window_step
         now_s = self._trainer.recorder.timer.total_s
-        counters = self._trainer.comm.counters
         return {
             "phase_ms": {
                 name: (now_s[name] - self._window_s[name]) * 1e3 / steps for name in PHASES
             },
-            "sent_bytes": {k: counters.sent_bytes[k] / steps for k in KINDS},
-            "collectives": {k: counters.num_collectives[k] / steps for k in KINDS},
+            **sent_figures(self._trainer.comm, steps),
         }
 
     def end_training(self) -> None:

@@ -216,6 +216,11 @@ def _notes(turns: Turns, tolerance: float) -> list[str]:
         f"log loss: before training {start:.5f}; all sides within {tolerance:g} of each other "
         f"(bf16: {BF16_FACTOR} times that), or it is an error"
     ]
+    lines += [
+        f"{variant.name}: {found[0].figures['note']}"
+        for variant, found in turns.items()
+        if found and found[0].figures.get("note")
+    ]
     end = statistics.median(float(m.figures["logloss"]) for m in known)
     if abs(end - start) < 10 * tolerance:
         lines.append(

@@ -73,7 +73,8 @@ def step(
         is_in_backward = True
         loss.backward()
         is_in_backward = False
-        loss_sum = reducer.finish()
+        loss_sum = reducer.loss()
+        reducer.finish()
     assert len(issued) == num_steps * reducer.num_buckets
     return loss_sum, gradients(model), issued
 
@@ -100,7 +101,7 @@ def test_buckets_go_in_the_order_of_backward(monkeypatch: pytest.MonkeyPatch) ->
     """The last layer's first; each as soon as it is full, but for those that wait for others. All
     elements, the loss and the flag that ends a run travel once."""
     monkeypatch.setattr(dense_reducer, "BUCKET_BYTES", 100)  # 13 fp64 numbers or more
-    sizes = [1 + 5 + 5 + 20, 4 + 12 + 2]
+    sizes = [1 + 5 + 5 + 20 + 2, 4 + 12]
     for overlap in (True, False):
         ranks = run_ranks(3, lambda comm, on=overlap: step(comm, overlap=on))
         for *_, issued in ranks:
@@ -131,7 +132,7 @@ def test_what_travels_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
         assert {kind for kind, n in counters.num_collectives.items() if n} == {"dense"}
         return counters.num_collectives["dense"], counters.sent_bytes["dense"]
 
-    num_bytes = [8 * 31, 8 * 18]
+    num_bytes = [8 * 33, 8 * 16]
     assert run_ranks(4, count) == [(2, sum(2 * 3 * size // 4 for size in num_bytes))] * 4
 
 
@@ -148,6 +149,7 @@ def test_only_the_last_backward_of_a_step_is_sent() -> None:
         last = loss_of(model, inputs[half:])
         reducer.begin(0.0)
         last.backward()
+        reducer.loss()
         reducer.finish()
         return gradients(model), comm.counters.num_collectives["dense"]
 
@@ -164,7 +166,7 @@ def test_a_loss_that_is_not_finite_on_one_rank_reaches_all() -> None:
         reducer = DenseReducer(list(model.parameters()), comm, overlap=True)
         reducer.begin(math.nan if comm.rank == 1 else 0.5)
         loss_of(model, inputs_of(comm.rank, comm.world_size)).backward()
-        return reducer.finish()
+        return reducer.loss()
 
     assert all(math.isnan(loss) for loss in run_ranks(3, sum_losses))
 
@@ -179,7 +181,7 @@ def test_one_process_copies_and_sends_nothing() -> None:
         for parameter, grad in zip(model.parameters(), gradients(model), strict=True)
     ]
     assert reducer.num_buckets == 0
-    assert reducer.finish() == 0.1  # In fp64, though the model is fp32.
+    assert reducer.loss() == 0.1  # In fp64, though the model is fp32.
     for parameter, (same, values) in zip(model.parameters(), before, strict=True):
         assert parameter.grad is same
         assert same is not None
@@ -208,27 +210,55 @@ def test_a_parameter_without_gradient_is_noticed(overlap: bool) -> None:
     def freeze_one(model: nn.Sequential, reducer: DenseReducer, loss: Tensor) -> None:
         reducer.begin(0.0)
         torch.autograd.backward(loss, inputs=list(model.parameters())[1:])
-        reducer.finish()
+        reducer.loss()
 
     two_ranks(freeze_one, overlap=overlap)
 
 
-def test_finish_without_begin_is_noticed() -> None:
+def test_the_loss_of_no_step_is_noticed() -> None:
     def forget(model: nn.Sequential, reducer: DenseReducer, loss: Tensor) -> None:
         loss.backward()
-        reducer.finish()
+        reducer.loss()
 
     two_ranks(forget)
 
 
-def test_a_second_finish_is_noticed() -> None:
-    def twice(model: nn.Sequential, reducer: DenseReducer, loss: Tensor) -> None:
+def test_finish_before_the_loss_is_noticed() -> None:
+    """The last buckets may not even be on their way."""
+
+    def hurry(model: nn.Sequential, reducer: DenseReducer, loss: Tensor) -> None:
         reducer.begin(0.0)
         loss.backward()
         reducer.finish()
-        reducer.finish()
 
-    two_ranks(twice)
+    two_ranks(hurry)
+
+
+def test_the_loss_is_there_before_the_last_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else rows couldn't be updated meanwhile; nor is a sum waited for twice."""
+    monkeypatch.setattr(dense_reducer, "BUCKET_BYTES", 100)
+
+    def run(comm: ThreadRank) -> tuple[float, list[int]]:
+        model = build_model()
+        waited: list[int] = []
+        all_reduce = comm.all_reduce
+
+        def recording(kind: str, values: Tensor) -> Pending:
+            pending = all_reduce(kind, values)
+            size = values.numel()
+            return Pending(values, lambda: (waited.append(size), pending.wait())[0])
+
+        comm.all_reduce = recording  # type: ignore[method-assign]
+        reducer = DenseReducer(list(model.parameters()), comm, overlap=True)
+        reducer.begin(0.5 + comm.rank)
+        loss_of(model, inputs_of(comm.rank, comm.world_size)).backward()
+        loss_sum = reducer.loss()
+        assert waited == [33]
+        reducer.finish()
+        reducer.finish()
+        return loss_sum, waited
+
+    assert run_ranks(2, run) == [(2.0, [33, 16])] * 2
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -239,6 +269,6 @@ def test_a_second_backward_before_the_end_is_noticed(overlap: bool) -> None:
         reducer.begin(0.0)
         loss.backward(retain_graph=True)
         loss.backward()
-        reducer.finish()
+        reducer.loss()
 
     two_ranks(twice, overlap=overlap)
