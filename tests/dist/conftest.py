@@ -7,6 +7,7 @@ from contextlib import ExitStack
 
 import pytest
 
+from tests.dist.forked_workers import forked_workers
 from tests.dist.worker_pool import WorkerPool, Workers
 
 
@@ -23,3 +24,10 @@ def workers() -> Iterator[Workers]:
             return pools[world_size]
 
         yield pool
+
+
+@pytest.fixture
+def forked() -> Iterator[None]:
+    """Workers that the test's launcher starts are forks: see `forked_workers`."""
+    with forked_workers():
+        yield

@@ -46,7 +46,7 @@ def bench(
     return Bench(tmp_path / "run", tmp_path_factory.getbasetemp() / "tiny", capsys)
 
 
-def test_one_process(bench: Bench) -> None:
+def test_one_process(bench: Bench, forked: None) -> None:
     sides = ["dlrm", "embedding_bag", "gemm_floor"]
     out, result, lines = bench(f"bench.sides=[{','.join(sides)}]")
     assert result["status"] == "completed"
@@ -68,7 +68,7 @@ def test_one_process(bench: Bench) -> None:
     assert max(map(len, out[out.index("\nside") :].split("\nresult")[0].splitlines())) <= 100
 
 
-def test_two_processes(bench: Bench) -> None:
+def test_two_processes(bench: Bench, forked: None) -> None:
     _, result, lines = bench(
         "launch.nproc=2", "bench.roofline=false", "bench.sides=[dlrm,embedding_bag]"
     )
@@ -83,7 +83,7 @@ def test_two_processes(bench: Bench) -> None:
 
 @pytest.mark.skipif(find_spec("torchrec") is None, reason="no torchrec here (DLRM_EXTRAS=peers)")
 @pytest.mark.parametrize("nproc", [1, 2])
-def test_torchrec_trains_the_same_model(nproc: int, bench: Bench) -> None:
+def test_torchrec_trains_the_same_model(nproc: int, bench: Bench, forked: None) -> None:
     sides = ["dlrm", "torchrec_table_wise", "torchrec_row_wise_pipelined"]
     if nproc == 1:
         sides.pop()

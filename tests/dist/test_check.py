@@ -76,7 +76,7 @@ def command(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> Callable[..., tuple[int, str, str]]:
-    """Runs `dlrm check` with fresh processes for its ranks: (exit status, stdout, stderr)."""
+    """Runs `dlrm check`: (exit status, stdout, stderr)."""
     monkeypatch.chdir(tmp_path)
 
     def run(*arguments: str) -> tuple[int, str, str]:
@@ -88,7 +88,7 @@ def command(
 
 
 def test_the_command_checks_two_processes(
-    command: Callable[..., tuple[int, str, str]], tmp_path: Path
+    command: Callable[..., tuple[int, str, str]], tmp_path: Path, forked: None
 ) -> None:
     status, out, err = command("launch.nproc=2", "sharding=row_wise", "check.steps=3")
     assert status == 0, err
@@ -101,7 +101,7 @@ def test_the_command_checks_two_processes(
 
 
 def test_the_command_ends_with_1_where_a_fault_is_planted(
-    command: Callable[..., tuple[int, str, str]], tmp_path: Path
+    command: Callable[..., tuple[int, str, str]], tmp_path: Path, forked: None
 ) -> None:
     status, out, err = command(
         *("launch.nproc=2", "sharding=column_wise", "sharding.exchange=pooled", "check.steps=1"),

@@ -123,6 +123,7 @@ def test_the_command_checks_two_processes(
     tmp_path_factory: pytest.TempPathFactory,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
+    forked: None,
 ) -> None:
     """And `dlrm train` on two processes that it starts has host figures of both."""
     without_plots(monkeypatch)

@@ -101,7 +101,7 @@ def pids(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def fail(tmp_path: Path, pids: Path) -> Callable[..., str]:
+def fail(tmp_path: Path, pids: Path, forked: None) -> Callable[..., str]:
     """Runs `entries.three_steps`, which must fail; returns the message. No process is left."""
 
     def run(how: str, who: int, error: type[Exception] = WorkersFailed) -> str:
@@ -150,7 +150,7 @@ def test_what_the_user_set_reaches_workers(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_warnings_come_once_and_output_passes(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], forked: None
 ) -> None:
     launch(entries.warn, (), LaunchConfig(nproc=2), tmp_path)
     out, err = capfd.readouterr()
@@ -158,7 +158,7 @@ def test_warnings_come_once_and_output_passes(
     assert sorted(out.splitlines()) == ["rank 0 here", "rank 1 here"]
 
 
-def test_a_long_phase_that_beats_is_no_hang(tmp_path: Path) -> None:
+def test_a_long_phase_that_beats_is_no_hang(tmp_path: Path, forked: None) -> None:
     config = LaunchConfig(nproc=2, timeout_s=2.0)
     assert launch(entries.beat_slowly, (3.5,), config, tmp_path) > 1
 
@@ -221,7 +221,7 @@ def test_a_hang_names_its_rank_and_ends(fail: Callable[..., str], how: str, who:
         assert "in misbehave" in message.split(f"where rank {rank} was:")[1]
 
 
-def test_a_rank_that_left_early_is_blamed(tmp_path: Path) -> None:
+def test_a_rank_that_left_early_is_blamed(tmp_path: Path, forked: None) -> None:
     with pytest.raises(WorkersFailed, match=r"rank 1 of 2 .* had finished, yet rank 0 waited"):
         launch(entries.leave, (), LaunchConfig(nproc=2), tmp_path)
 

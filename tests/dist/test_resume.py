@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from tests.commands import dlrm, latest, read_metrics, read_result, train_lines, without_plots
+from tests.dist.forked_workers import forked_workers
 from tests.dist.test_launch import is_alive, wait_for
 
 pytestmark = pytest.mark.timeout(150)
@@ -74,7 +75,8 @@ def undisturbed(folder: Path) -> Callable[[int], Path]:
             with pytest.MonkeyPatch.context() as patched:
                 patched.chdir(folder)
                 without_plots(patched)
-                assert dlrm("train", *RUN, f"launch.nproc={world_size}", place) == 0
+                with forked_workers():
+                    assert dlrm("train", *RUN, f"launch.nproc={world_size}", place) == 0
         return known[world_size]
 
     return run
@@ -188,6 +190,7 @@ def test_a_signal_ends_a_run_in_order_and_the_printed_command_goes_on(
     runs: Runs,
     undisturbed: Callable[[int], Path],
     folder: Path,
+    forked: None,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:

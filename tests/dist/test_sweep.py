@@ -1,4 +1,4 @@
-"""A real sweep: fresh processes for each job, one of which fails in its workers."""
+"""A real sweep: processes of its own for each job, one of which fails in its workers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ pytestmark = pytest.mark.timeout(120)
 
 
 def test_a_sweep_of_two_processes_each(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    forked: None,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     more = ["data.cache=cache", "launch.nproc=2", "train.max_steps=4", "hydra.sweep.dir=sweep"]

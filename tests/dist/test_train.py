@@ -35,6 +35,7 @@ from tests.commands import (
     write_adult_csv,
 )
 from tests.dist import train_entries
+from tests.dist.forked_workers import forked_workers
 from tests.dist.test_launch import is_alive, pids_in
 from tests.dist.worker_pool import Workers
 
@@ -90,7 +91,8 @@ def trained(folder: Path) -> Callable[..., Path]:
     def run(*overrides: str) -> Path:
         if overrides not in known:
             run_dir = folder / f"run-{len(known)}"
-            assert dlrm("train", *TINY, *overrides, f"hydra.run.dir={run_dir}") == 0
+            with forked_workers():
+                assert dlrm("train", *TINY, *overrides, f"hydra.run.dir={run_dir}") == 0
             known[overrides] = run_dir
         return known[overrides]
 
@@ -99,7 +101,7 @@ def trained(folder: Path) -> Callable[..., Path]:
 
 @pytest.fixture(scope="module")
 def default_run(folder: Path) -> Path:
-    """Two processes, fp32, two epochs; where Hydra puts it."""
+    """Two fresh processes, fp32, two epochs; where Hydra puts it."""
     with pytest.MonkeyPatch.context() as patched:
         patched.chdir(folder)
         without_plots(patched)
@@ -163,7 +165,7 @@ def test_fp64_comes_to_the_model_of_one_process(
 
 
 def test_scoring_by_two_processes_is_that_of_one(
-    trained: Callable[..., Path], folder: Path
+    trained: Callable[..., Path], folder: Path, forked: None
 ) -> None:
     """Of a model that two trained; a prepared part, and raw rows without labels."""
     run = trained("optim=adagrad", *FP64, "sharding=row_wise", "launch.nproc=2")
@@ -274,7 +276,9 @@ def test_the_result_of_two_processes(default_run: Path, folder: Path) -> None:
     assert (plan.world_size, plan.digest()) == (2, result["plan_digest"])
 
 
-def test_an_equal_run_on_the_same_plan_is_equal_to_the_bit(default_run: Path, folder: Path) -> None:
+def test_an_equal_run_on_the_same_plan_is_equal_to_the_bit(
+    default_run: Path, folder: Path, forked: None
+) -> None:
     """plan.json of one run is the plan of another; fp32."""
     run_dir = folder / "again"
     plan = ["sharding=file", f"sharding.plan={default_run / 'plan.json'}"]
@@ -363,7 +367,10 @@ def test_torchrun_is_refused_what_would_differ_between_ranks(
 
 @pytest.fixture
 def train_with_fault(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    forked: None,
 ) -> Callable[..., tuple[str, dict[str, Any]]]:
     """Trains on two ranks, of which one fails at step 3: (stderr, result.json). The command has
     ended with the given status in time, and so has every process."""

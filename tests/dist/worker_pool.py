@@ -56,8 +56,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerProcess
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, TypeVar, cast
@@ -203,12 +204,8 @@ class WorkerPool:
 
     def _start(self) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="worker_pool_"))
-        inherited = {k: v for k, v in os.environ.items() if k not in _LAUNCHER_VARIABLES}
-        loopback = "lo" if sys.platform == "linux" else "lo0"
-        environment = inherited | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": loopback}
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_PRELOADED)
-        # The first start is that of the fork server, too: it gets the environment of workers.
+        environment = _environment()
+        context = fork_server()
         with patch.dict(os.environ, environment, clear=True):
             for rank in range(self.world_size):
                 connection, theirs = _connect()
@@ -279,6 +276,30 @@ class WorkerPool:
             lines.append(f"rank {rank} of {self.world_size} stood at")
             lines.append(stack.rstrip() or "  (unknown: it didn't tell)")
         return WorkerFailed("\n".join(lines), ranks[0])
+
+
+def fork_server() -> ForkServerContext:
+    """The context whose processes are forks of one that has imported torch once for all.
+
+    That one is started by the first call, in the checkout, where it finds our modules, and with the
+    environment of workers.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
+    folder = Path.cwd()
+    os.chdir(CHECKOUT)
+    try:
+        with patch.dict(os.environ, _environment(), clear=True):
+            forkserver.ensure_running()
+    finally:
+        os.chdir(folder)
+    return context
+
+
+def _environment() -> dict[str, str]:
+    inherited = {k: v for k, v in os.environ.items() if k not in _LAUNCHER_VARIABLES}
+    loopback = "lo" if sys.platform == "linux" else "lo0"
+    return inherited | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": loopback}
 
 
 # The type of the fixture `workers`: world size → its pool.
