@@ -4,9 +4,10 @@ when they are stopped with rows in flight, evaluated on the way, or when other r
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,25 @@ NUM_ROWS = 193
 STEPS_PER_EPOCH = 20
 TRAIN = {"epochs": 2, "max_steps": 29, "log_every": 1}
 ON_DEVICE: dict[str, Any] = {"sharding": {"memory": "device"}}
+OnDevice = Callable[[PreparedDataset, dict[str, Any]], Outcome]
+
+
+@pytest.fixture(scope="module")
+def on_device(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> OnDevice:
+    """The run of one process with its tables in device memory and the same settings, once for all
+    tests that ask for it."""
+    known: dict[str, Outcome] = {}
+
+    def run(dataset: PreparedDataset, settings: dict[str, Any]) -> Outcome:
+        key = f"{dataset.root} {json.dumps(settings)}"
+        if key not in known:
+            folder = tmp_path_factory.mktemp("on_device") / "run"
+            known[key] = HostRanks(dataset, folder, 1, {**ON_DEVICE, **settings}).fit()[0]
+        return known[key]
+
+    return run
 
 
 @pytest.fixture(scope="module")
@@ -138,12 +158,13 @@ def test_a_run_goes_on_with_its_rows_brought_in_another_way(
     third: dict[str, Any],
     rule: tuple[str, str],
     baskets: PreparedDataset,
+    on_device: OnDevice,
     tmp_path: Path,
 ) -> None:
     """To the bit, whatever was staged when it was stopped: within an epoch, and near its end, where
     fewer steps are left than the window has."""
     same = {"train": TRAIN, "optim": rules(*rule, schedule={"warmup_steps": 8})}
-    expected = HostRanks(baskets, tmp_path / "whole", 1, {**ON_DEVICE, **same}).fit()
+    expected = [on_device(baskets, same)]
     parts = [(7, first), (16, second), (29, third)]
     found, counted = run_parts(baskets, tmp_path / "parts", 1, parts, **same)
     assert_equal_ends(found, expected)
@@ -283,8 +304,16 @@ def test_a_run_that_was_killed_goes_on_from_its_latest_checkpoint(
 # -------------------------------------------------------------------- evaluated on the way (I10)
 
 
-@pytest.mark.parametrize("mode", ["gather", "lookahead", "hotline"])
-@pytest.mark.parametrize(("world_size", "layout"), [(1, "auto"), (2, "row_wise")])
+# Only `lookahead` has something staged when one process evaluates.
+@pytest.mark.parametrize(
+    ("world_size", "layout", "mode"),
+    [
+        (1, "auto", "lookahead"),
+        (2, "row_wise", "gather"),
+        (2, "row_wise", "lookahead"),
+        (2, "row_wise", "hotline"),
+    ],
+)
 def test_i10_evaluations_change_nothing_and_leave_nothing_staged(
     world_size: int,
     layout: str,
@@ -415,7 +444,7 @@ def test_i9_edge_cases_equal_device_tables_to_the_bit(
 
 @pytest.mark.parametrize("mode", ["gather", "lookahead", "hotline"])
 def test_a_window_longer_than_the_epoch(
-    mode: str, baskets: PreparedDataset, tmp_path: Path
+    mode: str, baskets: PreparedDataset, on_device: OnDevice, tmp_path: Path
 ) -> None:
     """Two batches an epoch, the last a part of one, and four epochs; eight steps ahead."""
     same = {
@@ -423,7 +452,7 @@ def test_a_window_longer_than_the_epoch(
         "train": {"epochs": 4, "log_every": 1, "precision": "fp64"},
         "optim": rules("adam", "adam"),
     }
-    expected = HostRanks(baskets, tmp_path / "device", 1, {**ON_DEVICE, **same}).fit()[0]
+    expected = on_device(baskets, same)
     ranks = HostRanks(baskets, tmp_path / "host", 1, {**in_host(mode, 8), **same})
     ((found, counters, staged),) = ranks.run(fit_and_count)
     assert len(found.rows) == 8
@@ -436,14 +465,16 @@ def test_a_window_longer_than_the_epoch(
 
 
 @pytest.mark.parametrize("mode", ["gather", "lookahead", "hotline"])
-def test_ranks_without_samples(mode: str, baskets: PreparedDataset, tmp_path: Path) -> None:
+def test_ranks_without_samples(
+    mode: str, baskets: PreparedDataset, on_device: OnDevice, tmp_path: Path
+) -> None:
     """Batches of two on three ranks: in each step one has no samples at least."""
     same = {
         "data": {"batch_size": 2, "eval_batch_size": 2},
         "train": {"max_steps": 25, "log_every": 1, "precision": "fp64"},
         "optim": rules("adam", "adam"),
     }
-    expected = HostRanks(baskets, tmp_path / "device", 1, {**ON_DEVICE, **same}).fit()[0]
+    expected = on_device(baskets, same)
     host = in_host(mode, 2, layout="row_wise")
     found = HostRanks(baskets, tmp_path / "host", 3, {**host, **same}).fit()
     assert_same_on_all_ranks(found)
