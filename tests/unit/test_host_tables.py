@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from data.batch import JaggedIds
 from embeddings import RowOptimizerConfig, SingleProcess
 from embeddings.host.executor import LinkRates, SimulatedRates, ThreadExecutor
 from embeddings.host.host_tables import HostSettings, Mode
@@ -50,21 +52,24 @@ def settings_of(lookahead: int) -> HostSettings:
     return HostSettings(mode=mode, lookahead=max(1, lookahead), batch_rows=4)
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("kind", ["one_hot", "weighted"])
-@pytest.mark.parametrize("lookahead", [0, 1, 2, 4, 8])
+# Each window with each rule, and either of them with each kind.
+@pytest.mark.parametrize(
+    ("optimizer", "kind", "lookahead"),
+    [
+        (optimizer, ("one_hot", "weighted")[(i + j) % 2], lookahead)
+        for i, lookahead in enumerate((0, 1, 2, 4, 8))
+        for j, optimizer in enumerate(OPTIMIZERS)
+    ],
+)
 def test_one_process_equals_device_tables_to_the_bit(
     optimizer: str, kind: str, lookahead: int
 ) -> None:
     # Fails where a staged record isn't the row's newest value, weights or state, or where a sum
     # is made in another order.
     model = model_of(optimizer)
-    batches = draw_batches(model, kind, 30)
-    comm = SingleProcess()
-    expected = train(comm, model, host_plan("table_wise", 1, TABLES, [t.name for t in TABLES]),
-                     batches)  # fmt: skip
+    batches, expected = device_run(optimizer, kind)
     found, embeddings = train_host(
-        comm,
+        SingleProcess(),
         model,
         host_plan("table_wise", 1, TABLES, ON_DEVICE),
         batches,
@@ -82,6 +87,15 @@ def test_one_process_equals_device_tables_to_the_bit(
     assert counters.num_cold == counters.num_fetched + counters.num_forwarded
     assert counters.num_cold == counters.num_written + counters.num_kept
     assert embeddings.host.num_staged == 0
+
+
+@cache
+def device_run(optimizer: str, kind: str) -> tuple[list[JaggedIds], History]:
+    """Batches, and what they come to with all tables in device memory."""
+    model = model_of(optimizer)
+    batches = draw_batches(model, kind, 30)
+    plan = host_plan("table_wise", 1, TABLES, [t.name for t in TABLES])
+    return batches, train(SingleProcess(), model, plan, batches)
 
 
 @settings(max_examples=150, deadline=None)
@@ -119,9 +133,18 @@ def _expected(seed: int) -> History:
     return _EXPECTED[seed]
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "rowwise_adagrad", "adam"])
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "replicated"])
-@pytest.mark.parametrize("world_size", [2, 4])
+CUT = [name for name in LAYOUTS if name != "replicated"]
+
+
+# Each layout with each rule, and either of them with each number of ranks.
+@pytest.mark.parametrize(
+    ("optimizer", "layout", "world_size"),
+    [
+        (optimizer, layout, (2, 4)[(i + j) % 2])
+        for i, layout in enumerate(CUT)
+        for j, optimizer in enumerate(("sgd", "rowwise_adagrad", "adam"))
+    ],
+)
 def test_ranks_equal_the_reference(optimizer: str, layout: str, world_size: int) -> None:
     # Hot rows are replicas, cold rows their owners'; both sum over ranks before a rule is applied.
     model = model_of(optimizer)
