@@ -11,6 +11,7 @@ import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -241,14 +242,13 @@ def test_another_kernel_goes_on(
     }
     whole = Ranks(visits, tmp_path / "whole", 1, overrides=sides[first])
     expected = whole.fit()[0]
-    Ranks(visits, tmp_path / "run", 1, overrides=sides[first], stop_after=5).fit()
+    at_five = Ranks(visits, tmp_path / "run", 1, overrides=sides[first], stop_after=5).fit()[0]
     more = Ranks(visits, tmp_path / "run", 1, overrides=sides[second], resume="latest")
 
     def run(trainer: Trainer) -> tuple[str, Outcome]:
         return trainer.digest(), fit(trainer)
 
     ((digest, found),) = more.run(run)
-    at_five = Ranks(visits, tmp_path / "five", 1, overrides=sides[first], stop_after=5).fit()[0]
     assert digest == at_five.digest
     np.testing.assert_allclose(more.losses(), whole.losses(), rtol=1e-4)
     for name, values in expected.tables.items():
@@ -258,11 +258,23 @@ def test_another_kernel_goes_on(
 # --------------------------------------------------------------------------- on other ranks
 
 
-@pytest.mark.parametrize("rule", [("sgd", "sgd"), ("rowwise_adagrad", "adagrad"), ("adam", "adam")])
+# All plans under Adam, whose state is the most. tests/unit/test_checkpoint_reshard.py loads what
+# two ranks have saved row-wise under every layout and every rule.
+@pytest.mark.parametrize(
+    ("rule", "plans"),
+    [
+        (("sgd", "sgd"), [(1, "table_wise"), (2, "lone")]),
+        (("rowwise_adagrad", "adagrad"), [(3, "column_wise"), (4, "mixed")]),
+        (("adam", "adam"), [(1, "table_wise"), (3, "column_wise"), (4, "mixed"), (2, "lone")]),
+    ],
+)
 def test_b32_a_run_goes_on_under_any_other_plan(
-    rule: tuple[str, str], visits: PreparedDataset, tmp_path: Path
+    rule: tuple[str, str],
+    plans: list[tuple[int, str]],
+    visits: PreparedDataset,
+    tmp_path: Path,
 ) -> None:
-    """In fp64, from two ranks to one, three and four: equal right after loading, and after 12 more
+    """In fp64, from two ranks to others: equal right after loading, and after 12 more
     steps over the end of an epoch what the two ranks come to."""
     train = {**TRAIN, "precision": "fp64"}
     overrides = {"train": train, "optim": rules(*rule, schedule=WARMUP)}
@@ -271,7 +283,7 @@ def test_b32_a_run_goes_on_under_any_other_plan(
     shutil.copytree(tmp_path / "two", tmp_path / "kept")
     resumed = Ranks(visits, tmp_path / "two", 2, "row_wise", overrides, resume="latest")
     expected = resumed.fit()
-    for world_size, layout in ((1, "table_wise"), (3, "column_wise"), (4, "mixed"), (2, "lone")):
+    for world_size, layout in plans:
         folder = tmp_path / f"{world_size}"
         shutil.copytree(tmp_path / "kept", folder)
         others = Ranks(visits, folder, world_size, layout, overrides, resume="latest")
@@ -353,42 +365,62 @@ class StubbedAuc:
         monkeypatch.setattr(Trainer, "evaluate", stubbed)
 
 
+CLICKS_AUCS = {3: 0.8, 6: 0.7, 9: 0.75, 12: 0.8}
+CLICKS_RUN = {
+    "data": {"batch_size": 50},
+    "model": {"table_dims": {}},
+    "train": {"epochs": 2, "eval_every": 3, "checkpoint_every": 1, "log_every": 1},
+    "optim": rules("adagrad", "adagrad"),
+}
+
+
+@pytest.fixture(scope="module")
+def whole_clicks_run(
+    clicks: PreparedDataset, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[int], tuple[list[Outcome], Path]]:
+    """A run that nobody stops, by the number of ranks, and its folder; once for all tests."""
+
+    @cache
+    def of(world_size: int) -> tuple[list[Outcome], Path]:
+        folder = tmp_path_factory.mktemp("whole") / "run"
+        with pytest.MonkeyPatch.context() as patched:
+            stub = StubbedAuc(patched, CLICKS_AUCS)
+            found = Ranks(clicks, folder, world_size, "row_wise", CLICKS_RUN).fit()
+        assert stub.asked == [3, 6, 9, 12]
+        return found, folder
+
+    return of
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("stops", [(4,), (5,), (6, 7), (3,)])
 def test_the_best_model_and_the_evaluations_outlive_a_stop(
     stops: tuple[int, ...],
     world_size: int,
     clicks: PreparedDataset,
+    whole_clicks_run: Callable[[int], tuple[list[Outcome], Path]],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The best is of step 3, before the stop; two steps may be kept besides it. A run that is told
     to stop after a step that an evaluation follows makes up for it when it goes on."""
-    stub = StubbedAuc(monkeypatch, {3: 0.8, 6: 0.7, 9: 0.75, 12: 0.8})
-    overrides = {
-        "data": {"batch_size": 50},
-        "model": {"table_dims": {}},
-        "train": {"epochs": 2, "eval_every": 3, "checkpoint_every": 1, "log_every": 1},
-        "optim": rules("adagrad", "adagrad"),
-    }
-    whole = Ranks(clicks, tmp_path / "whole", world_size, "row_wise", overrides)
-    expected = whole.fit()
-    assert stub.asked == [3, 6, 9, 12]
+    expected, whole = whole_clicks_run(world_size)
+    stub = StubbedAuc(monkeypatch, CLICKS_AUCS)
     for start, stop in pairwise((0, *stops, None)):
         found = Ranks(
             clicks,
             tmp_path / "parts",
             world_size,
             "row_wise",
-            overrides,
+            CLICKS_RUN,
             resume="latest" if start else None,
             stop_after=stop,
         ).run(lambda trainer: (fit(trainer), trainer.load_best().step))
-    assert stub.asked == [3, 6, 9, 12] * 2
+    assert stub.asked == [3, 6, 9, 12]
     assert [best for _, best in found] == [3] * world_size
     assert_equal_ends([outcome for outcome, _ in found], expected)
     assert [h["step"] for h in found[0][0].history] == [3, 6, 9, 12]
-    assert_equal_runs(tmp_path / "parts", tmp_path / "whole")
+    assert_equal_runs(tmp_path / "parts", whole)
 
 
 def test_an_evaluation_that_was_made_up_for_is_written_once(
