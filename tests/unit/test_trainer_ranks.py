@@ -77,48 +77,51 @@ def alone(
     return run
 
 
-# Every layout, every rule and every world size occur, and each rule under a table cut anyhow
-# ("mixed"), where a row-wise state is of columns on several ranks.
+# Every layout, every rule and every world size occur, and each rule for 50 steps under a table cut
+# anyhow ("mixed"), where a row-wise state is of columns on several ranks; the others go one epoch
+# and a part of the next.
 CASES = [
-    ("sgd", "sgd", 2, "row_wise", "kv"),
-    ("sgd", "sgd", 4, "mixed", "mixed"),
-    ("adagrad", "adagrad", 3, "column_wise", "pooled"),
-    ("adagrad", "adagrad", 4, "row_wise", "pooled"),
-    ("adagrad", "adagrad", 3, "mixed", "kv"),
-    ("rowwise_adagrad", "adagrad", 2, "column_wise", "kv"),
-    ("rowwise_adagrad", "adagrad", 3, "pinwheel", "mixed"),
-    ("rowwise_adagrad", "adagrad", 4, "mixed", "pooled"),
-    ("adam", "adam", 3, "replicated", "kv"),
-    ("adam", "adam", 4, "table_row_wise", "mixed"),
-    ("adam", "adam", 2, "mixed", "mixed"),
-    ("adam", "adam", 4, "lone", "pooled"),
+    ("sgd", "sgd", 2, "row_wise", "kv", 25),
+    ("sgd", "sgd", 4, "mixed", "mixed", 50),
+    ("adagrad", "adagrad", 3, "column_wise", "pooled", 25),
+    ("adagrad", "adagrad", 4, "row_wise", "pooled", 25),
+    ("adagrad", "adagrad", 3, "mixed", "kv", 50),
+    ("rowwise_adagrad", "adagrad", 2, "column_wise", "kv", 25),
+    ("rowwise_adagrad", "adagrad", 3, "pinwheel", "mixed", 25),
+    ("rowwise_adagrad", "adagrad", 4, "mixed", "pooled", 50),
+    ("adam", "adam", 3, "replicated", "kv", 25),
+    ("adam", "adam", 4, "table_row_wise", "mixed", 25),
+    ("adam", "adam", 2, "mixed", "mixed", 50),
+    ("adam", "adam", 4, "lone", "pooled", 25),
 ]
 
 
-@pytest.mark.parametrize(("sparse", "dense", "world_size", "layout", "exchange"), CASES)
-def test_50_steps_in_fp64_come_to_the_model_of_one_process(
+@pytest.mark.parametrize(("sparse", "dense", "world_size", "layout", "exchange", "steps"), CASES)
+def test_steps_in_fp64_come_to_the_model_of_one_process(
     sparse: str,
     dense: str,
     world_size: int,
     layout: str,
     exchange: str,
+    steps: int,
     visits: PreparedDataset,
     tmp_path: Path,
     alone: Callable[..., tuple[Outcome, list[float]]],
 ) -> None:
-    overrides = {"train": FP64, "optim": rules(sparse, dense, schedule={"warmup_steps": 8})}
+    optim = rules(sparse, dense, schedule={"warmup_steps": 8})
+    overrides = {"train": {**FP64, "max_steps": steps}, "optim": optim}
     expected, losses = alone(overrides)
     ranks = Ranks(visits, tmp_path / "run", world_size, layout, overrides, exchange)
     found = ranks.fit()
     np.testing.assert_allclose(ranks.losses(), losses, rtol=1e-10)
-    assert len(losses) == 50
+    assert len(losses) == steps
     assert_close(found[0].tables, expected.tables)
     for outcome in found:
         assert_close(outcome.dense, expected.dense)
     assert_same_on_all_ranks(found)
     # The shares differ, or the test says nothing of them.
     sizes = [set(of_step) for of_step in zip(*(outcome.sizes for outcome in found), strict=True)]
-    assert sum(len(of_step) > 1 for of_step in sizes) > 25
+    assert sum(len(of_step) > 1 for of_step in sizes) > steps // 2
     if world_size == 4:
         assert any(0 in of_step for of_step in sizes)
     # And so do the figures of the rows that they evaluate.
@@ -517,23 +520,24 @@ def test_b10_an_id_out_of_range_on_one_rank_is_one_error_for_all(
 
 
 @pytest.mark.parametrize(
-    ("layout", "sparse"),
+    ("layout", "sparse", "others"),
     [
-        ("column_wise", "rowwise_adagrad"),
-        ("row_wise", "adagrad"),
-        ("replicated", "adam"),
-        ("mixed", "rowwise_adagrad"),
+        ("column_wise", "rowwise_adagrad", [(1, "table_wise"), (4, "mixed")]),
+        ("row_wise", "adagrad", [(2, "row_wise"), (3, "row_wise")]),
+        ("replicated", "adam", [(2, "row_wise"), (4, "mixed")]),
+        ("mixed", "rowwise_adagrad", [(1, "table_wise"), (3, "mixed")]),
     ],
 )
 def test_a_kept_model_does_not_tell_where_its_rows_were(
     layout: str,
     sparse: str,
+    others: list[tuple[int, str]],
     visits: PreparedDataset,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Kept on 3 ranks, it has to the bit the values that one process keeps of the same rows, state
-    and dense weights, and any number of ranks can load it."""
+    and dense weights, and other ranks can load it."""
     monkeypatch.setattr("dlrm.checkpoint_rows.PIECE_BYTES", 100)
     dense = "adam" if sparse == "adam" else "adagrad"
     overrides = {"train": {"max_steps": 6}, "optim": rules(sparse, dense)}
@@ -567,7 +571,7 @@ def test_a_kept_model_does_not_tell_where_its_rows_were(
         np.testing.assert_array_equal(found[name], values, err_msg=name)
 
     weights = {name: t for name, t in kept.tables.items() if name.endswith(".weight")}
-    for world_size, other in ((1, "table_wise"), (2, "row_wise"), (3, layout), (4, "mixed")):
+    for world_size, other in others:
         folder = tmp_path / f"on {world_size}"
         ranks = Ranks(visits, folder, world_size, other, {**overrides, "seed": 7})
         for rank, (tables, dense_weights, result) in enumerate(ranks.run(load(three.folder.path))):
@@ -641,7 +645,7 @@ def test_collectives_per_step_are_as_budgeted(
     monkeypatch.setattr(Trainer, "eval_part", lambda self: "train")
     monkeypatch.setattr("dlrm.dense_reducer.BUCKET_BYTES", 200)
     optim = rules(sparse, "adagrad", clip_norm=clip_norm)
-    overrides = {"train": {"eval_every": 9}, "optim": optim}
+    overrides = {"train": {"eval_every": 4, "max_steps": 9}, "optim": optim}
     ranks = Ranks(visits, tmp_path / "run", 3, layout, overrides)
 
     def figures(trainer: Trainer) -> tuple[dict[str, Any], int]:
