@@ -107,7 +107,7 @@ def oracle(tables: list[TableCounts], budget_bytes: int, whole_rows: int) -> dic
     return {name: sorted(ids) for name, ids in hot.items()}
 
 
-@settings(max_examples=400)
+@settings(max_examples=250)
 @given(table_sets(), budgets, whole_rows_limits)
 def test_choice_is_that_of_the_oracle(
     tables: list[TableCounts], budget_bytes: int, whole_rows: int
