@@ -208,19 +208,11 @@ def _plan_pooled(
     routed: _SliceIds,
     dtype: torch.dtype,
 ) -> Request:
-    num_ranks = len(space.group_of_rank)
-    rank_L = np.searchsorted(space.bases[1:], routed.keys_L, side="right")
-    order_L = np.argsort(rank_L, kind="stable")
-    bag_L = sample_major_bag_of_id(routed.lengths_FB)[order_L]
-    rank_L = rank_L[order_L]
-    # A bag on a rank is a run of equal (rank, bag): within a rank, ids are still bag after bag.
-    is_first_L = np.ones(rank_L.size, dtype=bool)
-    is_first_L[1:] = (rank_L[1:] != rank_L[:-1]) | (bag_L[1:] != bag_L[:-1])
-    first_P = np.flatnonzero(is_first_L)
-    bag_P = bag_L[first_P]
-    lengths_P = np.diff(np.append(first_P, rank_L.size))
-    num_keys = np.bincount(rank_L, minlength=num_ranks)
-    num_vectors = np.bincount(rank_L[first_P], minlength=num_ranks)
+    order_L, bag_P, lengths_P, num_keys, num_vectors = (
+        _ranks_of_slices(space, routed.lengths_FB)
+        if all(part.covers_table and len(part.key_shifts) == 1 for part in space.slices)
+        else _ranks_of_keys(space, routed)
+    )
 
     # The owner sums; a mean is divided here, by the length of the whole bag.
     positions = [part.feature for part in space.slices]
@@ -236,7 +228,7 @@ def _plan_pooled(
     )
     vectors = VectorBags(torch.from_numpy(bag_P), torch.arange(bag_P.size + 1), vector_weights)
     return Request(
-        keys_L=(routed.keys_L[order_L] - space.bases[rank_L]),
+        keys_L=routed.keys_L[order_L] - np.repeat(space.bases[:-1], num_keys),
         num_keys=tuple(num_keys.tolist()),
         bag_lengths=lengths_P,
         bag_weights_L=(
@@ -245,6 +237,69 @@ def _plan_pooled(
         num_vectors=tuple(num_vectors.tolist()),
         bags=bags,
         vectors=vectors,
+    )
+
+
+class _RankOrder(NamedTuple):
+    """The ids of a key space rank by rank, and their bags; see `Request`.
+
+    Attributes:
+        order_L: which ids these are; all, where they lie so.
+        bag_P: of each bag on each rank, which sample-major bag it is a part of.
+        lengths_P: its keys.
+        num_keys: per rank.
+        num_vectors: bags, per rank.
+    """
+
+    order_L: Int64Array | slice
+    bag_P: Int64Array
+    lengths_P: Int64Array
+    num_keys: Int64Array
+    num_vectors: Int64Array
+
+
+def _ranks_of_slices(space: KeySpace, lengths_FB: Int64Array) -> _RankOrder:
+    """Where each slice lies on one rank: work on bags alone, not on each id."""
+    num_slices, batch_size = lengths_FB.shape
+    first_keys = [part.row_starts[0] + part.key_shifts[0] for part in space.slices]
+    rank_F = np.searchsorted(space.bases[1:], first_keys, side="right")
+    order_F = np.argsort(rank_F, kind="stable")
+    lengths_FB = lengths_FB[order_F]
+    is_filled_FB = lengths_FB > 0
+    bags_FB = order_F[:, None] + num_slices * np.arange(batch_size)
+    keys_F, vectors_F = lengths_FB.sum(axis=1), is_filled_FB.sum(axis=1)
+    order_L: Int64Array | slice = slice(None)
+    if (order_F[1:] < order_F[:-1]).any():
+        starts = offsets_of(keys_F[np.argsort(order_F)])
+        order_L = np.concatenate([np.arange(starts[f], starts[f + 1]) for f in order_F])
+    num_ranks = len(space.group_of_rank)
+    rank_F = rank_F[order_F]
+    return _RankOrder(
+        order_L,
+        bags_FB[is_filled_FB],
+        lengths_FB[is_filled_FB],
+        np.bincount(rank_F, keys_F, num_ranks).astype(np.int64),
+        np.bincount(rank_F, vectors_F, num_ranks).astype(np.int64),
+    )
+
+
+def _ranks_of_keys(space: KeySpace, routed: _SliceIds) -> _RankOrder:
+    """Where the ids of a bag may lie on several ranks."""
+    num_ranks = len(space.group_of_rank)
+    rank_L = np.searchsorted(space.bases[1:], routed.keys_L, side="right")
+    order_L = np.argsort(rank_L, kind="stable")
+    bag_L = sample_major_bag_of_id(routed.lengths_FB)[order_L]
+    rank_L = rank_L[order_L]
+    # A bag on a rank is a run of equal (rank, bag): within a rank, ids are still bag after bag.
+    is_first_L = np.ones(rank_L.size, dtype=bool)
+    is_first_L[1:] = (rank_L[1:] != rank_L[:-1]) | (bag_L[1:] != bag_L[:-1])
+    first_P = np.flatnonzero(is_first_L)
+    return _RankOrder(
+        order_L,
+        bag_L[first_P],
+        np.diff(np.append(first_P, rank_L.size)),
+        np.bincount(rank_L, minlength=num_ranks),
+        np.bincount(rank_L[first_P], minlength=num_ranks),
     )
 
 
