@@ -26,6 +26,8 @@ _STEP = re.compile(r"step (\d+)")
 _ISSUE = re.compile(r"issue (\w+), (\d+) bytes")
 _WAIT = "wait "
 _C10D, _GLOO = "c10d::", "gloo:"
+_OBJECTS = "allgather"
+"""What objects travel by, whatever values travel by."""
 
 
 def step_range(step: int) -> str:
@@ -175,13 +177,16 @@ def collectives_of(spans: Iterable[Span]) -> list[Collective]:
     """The collectives in the order of their issue.
 
     A mark says what the next call of `c10d` carries. gloo takes that up when one of its threads is
-    free, perhaps after later calls of another type, but those of one type in their order.
+    free, perhaps after later calls of another type, but those of one type in their order. In shared
+    memory nothing takes it up: it ends with the wait for it.
     """
     in_order = sorted(spans, key=lambda s: s.start_ms)
     flights: dict[str, deque[Span]] = defaultdict(deque)
     for span in in_order:
         if span.name.startswith(_GLOO):
             flights[_letters(span.name.removeprefix(_GLOO))].append(span)
+    if not any(name != _OBJECTS for name in flights):
+        return _until_waited_for(in_order)
     found_all = []
     mark: tuple[str, int, float] | None = None
     for span in in_order:
@@ -196,6 +201,20 @@ def collectives_of(spans: Iterable[Span]) -> list[Collective]:
                     found_all.append(Collective(*mark, waiting.popleft()))
             mark = None
     return found_all
+
+
+def _until_waited_for(in_order: Sequence[Span]) -> list[Collective]:
+    """Those of shared memory; of one kind they are waited for in the order of their issue."""
+    found_all: list[Collective] = []
+    issued: dict[str, deque[tuple[str, int, float]]] = defaultdict(deque)
+    for span in in_order:
+        if found := _ISSUE.fullmatch(span.name):
+            issued[found[1]].append((found[1], int(found[2]), span.start_ms))
+        elif span.name.startswith(_WAIT) and issued[span.name.removeprefix(_WAIT)]:
+            mark = issued[span.name.removeprefix(_WAIT)].popleft()
+            flight = replace(span, start_ms=mark[2], ms=span.end_ms - mark[2])
+            found_all.append(Collective(*mark, flight))
+    return sorted(found_all, key=lambda collective: collective.issued_ms)
 
 
 def name_trace(trace: dict[str, Any], rank: int) -> None:

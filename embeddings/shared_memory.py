@@ -7,10 +7,13 @@ of them by a short message on a Unix socket, and reads what they wrote when it w
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
+import select
 import socket
 import struct
+import time
 import uuid
 import weakref
 from collections.abc import Callable, Sequence
@@ -24,12 +27,16 @@ from torch import Tensor
 
 from embeddings.communicator import PeerLost, Pending, ProcessGroup
 
-# Number of the collective; up to which number the sender has read those of the receiver; buffer,
-# first byte and number of bytes of the values. The buffer's file comes along where it is new.
-_MESSAGE = struct.Struct("<QQIQQ")
-_RANK = struct.Struct("<I")
-_CREDENTIALS = struct.Struct("3i")
+# Number of the collective; buffer, first byte and number of bytes of the values; whether the
+# buffer's file comes along, as it does where it is new. Then, eight bytes each, the numbers of
+# collectives of the receiver's that the sender has read since its last message.
+_MESSAGE = struct.Struct("<QIQQ?")
+_NUMBER_BYTES = 8
+_MOST_READ = 128
+_MOST_BYTES = _MESSAGE.size + _MOST_READ * _NUMBER_BYTES
+_CREDENTIALS = struct.Struct("iII")
 _ALIGN_BYTES = 64
+_BACKLOG = 128
 _PAGE_BYTES = mmap.PAGESIZE
 
 
@@ -43,34 +50,43 @@ def why_not_shared(group: dist.ProcessGroup | None = None) -> str | None:
     backend = dist.get_backend(group)
     if backend != "gloo":
         return f"the ranks communicate through {backend}"
-    is_linux = hasattr(os, "memfd_create")
-    where = (
-        os.environ.get("GLOO_SOCKET_IFNAME"),
-        Path("/proc/sys/kernel/random/boot_id").read_text() if is_linux else "another system",
-        os.stat("/proc/self/ns/net").st_ino if is_linux else 0,
-    )
+    place = _place_here()
     of_ranks: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(of_ranks, where, group=group)
-    asked = sorted({interface for interface, *_ in of_ranks} - {None, "lo"})
+    asked_here = os.environ.get("GLOO_SOCKET_IFNAME")
+    dist.all_gather_object(of_ranks, (asked_here, place), group=group)
+    asked = sorted({interface for interface, _ in of_ranks} - {None, "lo"})
     if asked:
         return f"GLOO_SOCKET_IFNAME asks for {' and '.join(asked)}"
-    if not all(namespace for *_, namespace in of_ranks):
-        return "it is built for Linux only"
-    if len({(host, namespace) for _, host, namespace in of_ranks}) > 1:
+    if not all(place for _, place in of_ranks):
+        return "it is built for Linux, with /proc, only"
+    if len({place for _, place in of_ranks}) > 1:
         return "the ranks aren't on one host and in one network namespace"
     return None
+
+
+def _place_here() -> tuple[str, ...] | None:
+    """What only processes of one host and in the same namespaces have in common; None where this
+    isn't known."""
+    if not hasattr(os, "memfd_create"):
+        return None
+    try:
+        namespaces = [os.readlink(f"/proc/self/ns/{name}") for name in ("net", "pid")]
+        return Path("/proc/sys/kernel/random/boot_id").read_text(), *namespaces
+    except OSError:
+        return None
 
 
 class SharedMemory(ProcessGroup):
     """The ranks of a gloo group that are on one host; see `why_not_shared`.
 
     Who owns what: a rank owns the buffers that it sends from, which the others map. One that all
-    have read is used again; where none is free there is one more, so issuing never waits. A buffer
-    is a file in memory without a name (memfd): it goes with the last process that has it.
+    have read is used again; where none is free there is one more. A buffer is a file in memory
+    without a name (memfd): it goes with the last process that has it.
 
     Phases of a collective: once issued, its values are in shared memory and every other rank has a
     message; waited for, they are read from there. In between nothing runs, and the other ranks
-    needn't be waited for longer than until they have issued it too.
+    needn't be waited for longer than until they have issued it too. Issuing waits only for a socket
+    that is full of messages (some 70), and takes those that have come meanwhile.
 
     Collectives, per rank: of an all-to-all, each value is written once and read once. An all-reduce
     of `n` values writes them, reads the others' `(W-1) n`, and adds in the order of the ranks, so
@@ -87,11 +103,12 @@ class SharedMemory(ProcessGroup):
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, timeout_s: float) -> None:
         super().__init__(group, pairwise=False)
+        assert self.world_size > 1, "one process has nobody to share with"
         self.transport = "shared memory"
+        self._timeout_s = timeout_s
         self._number = 0
-        self._read_upto = _Upto()
         self._buffers: list[_Buffer] = []
-        self._peers = self._connect(timeout_s)
+        self._peers = self._connect()
         weakref.finalize(self, _close_all, [peer.socket for peer in self._peers.values()])
 
     def _all_to_all(
@@ -136,24 +153,40 @@ class SharedMemory(ProcessGroup):
         sizes = [-(-part.nbytes // _ALIGN_BYTES) * _ALIGN_BYTES for _, part in parts]
         starts = list(accumulate(sizes, initial=0))
         buffer = self._free_buffer(starts[-1])
-        buffer.used_by = self._number
         for start, (peers, part) in zip(starts, parts, strict=False):
             if part.numel():
                 buffer.bytes[start : start + part.nbytes].view(part.dtype).copy_(part)
             for peer in peers:
-                try:
-                    self._peers[peer].tell(
-                        self._number, self._read_upto.number, buffer, start, part.nbytes
-                    )
-                except OSError as error:
-                    raise self._lost_peer(kind, peer, error) from error
+                self._tell(kind, self._peers[peer], buffer, start, part.nbytes)
         return self._number
+
+    def _tell(self, kind: str, peer: _Peer, buffer: _Buffer, start: int, size: int) -> None:
+        """Tells another rank where its values lie. While its socket is full, takes what the others
+        have told: they may be waiting for that."""
+        try:
+            until_s = time.monotonic() + self._timeout_s
+            while not peer.tell(self._number, buffer, start, size):
+                others = {other.socket.fileno(): other for other in self._peers.values()}
+                ready = select.poll()
+                for file in others:
+                    ready.register(file, select.POLLIN)
+                ready.register(peer.socket, select.POLLIN | select.POLLOUT)
+                found = ready.poll(max(0.0, until_s - time.monotonic()) * 1e3)
+                if not found:
+                    raise _PeerError(peer.rank, f"nothing for {self._timeout_s:g} s")
+                for file, event in found:
+                    if event != select.POLLOUT:
+                        others[file].take_message()
+        except _PeerError as error:
+            raise self._lost_peer(kind, error.peer, error) from error
+        except OSError as error:
+            raise self._lost_peer(kind, peer.rank, error) from error
 
     def _receive(self, peer: int, number: int, like: Tensor) -> Tensor:
         """The values that another rank has for this one, where they lie."""
         values = self._peers[peer].receive(number)
         assert values.numel() == like.nbytes, (peer, values.numel(), like.nbytes)
-        return values.view(like.dtype)
+        return values.view(like.dtype).view(like.shape)
 
     def _pending(self, kind: str, number: int, values: Tensor, read: Callable[[], None]) -> Pending:
         def finish() -> None:
@@ -164,7 +197,8 @@ class SharedMemory(ProcessGroup):
                 # `on_wait` isn't reset: what this rank waited for is what the launcher is to see.
                 raise self._lost_peer(kind, error.peer, error) from error
             self.on_wait(None)
-            self._read_upto.add(number)
+            for peer in self._peers.values():
+                peer.have_read(number)
 
         return Pending(values, finish)
 
@@ -173,8 +207,8 @@ class SharedMemory(ProcessGroup):
 
     def _free_buffer(self, num_bytes: int) -> _Buffer:
         """A buffer that no rank has yet to read, of at least that many bytes."""
-        read_by_all = min(peer.has_read for peer in self._peers.values())
-        free = [buffer for buffer in self._buffers if buffer.used_by <= read_by_all]
+        unread = {buffer.number for peer in self._peers.values() for buffer in peer.unread.values()}
+        free = [buffer for buffer in self._buffers if buffer.number not in unread]
         large = [buffer for buffer in free if buffer.bytes.numel() >= num_bytes]
         if large:
             return min(large, key=lambda buffer: buffer.bytes.numel())
@@ -186,31 +220,43 @@ class SharedMemory(ProcessGroup):
         self._buffers.append(_Buffer(number, num_bytes + num_bytes // 5))
         return self._buffers[-1]
 
-    def _connect(self, timeout_s: float) -> dict[int, _Peer]:
-        """A socket to every other rank; each connects to those before it."""
-        name = f"\0dlrm-{uuid.uuid4().hex}"
+    def _connect(self) -> dict[int, _Peer]:
+        """A socket to every other rank."""
         sockets: dict[int, socket.socket] = {}
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-            listener.bind(name)
-            listener.listen(self.world_size)
-            names = self.all_gather_object(name)
-            for rank in range(self.rank):
-                sockets[rank] = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-                sockets[rank].connect(names[rank])
-                sockets[rank].send(_RANK.pack(self.rank))
-            listener.settimeout(timeout_s)
-            while len(sockets) < self.world_size - 1:
-                connected, _ = listener.accept()
-                if _is_own_user(connected):
-                    (rank,) = _RANK.unpack(connected.recv(_RANK.size))
-                    sockets[rank] = connected
-                else:
-                    connected.close()
-        for connected in sockets.values():
-            connected.settimeout(timeout_s)
+        try:
+            self._open_sockets(sockets)
+        except OSError as error:
+            _close_all(list(sockets.values()))
+            missing = [r for r in range(self.world_size) if r not in (self.rank, *sockets)]
+            raise PeerLost(
+                f"rank {self.rank}, waiting for the connections of ranks {missing}: {error}"
+            ) from error
         # Each rank begins with another one: not all read what the same one wrote.
         order = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
-        return {rank: _Peer(rank, sockets[rank], timeout_s) for rank in order}
+        return {rank: _Peer(rank, sockets[rank], self._timeout_s) for rank in order}
+
+    def _open_sockets(self, sockets: dict[int, socket.socket]) -> None:
+        """Each rank connects to those before it, who know it by its pid; what else connects is
+        turned away."""
+        name = f"\0dlrm-{uuid.uuid4().hex}"
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind(name)
+            listener.listen(_BACKLOG)
+            listener.settimeout(self._timeout_s)
+            of_ranks = self.all_gather_object((name, os.getpid()))
+            rank_of_pid = {pid: rank for rank, (_, pid) in enumerate(of_ranks) if rank > self.rank}
+            for rank in range(self.rank):
+                sockets[rank] = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                sockets[rank].connect(of_ranks[rank][0])
+            while len(sockets) < self.world_size - 1:
+                connected, _ = listener.accept()
+                accepted = rank_of_pid.pop(_pid_of(connected), None)
+                if accepted is None:
+                    connected.close()
+                else:
+                    sockets[accepted] = connected
+        for connected in sockets.values():
+            connected.setblocking(False)
 
 
 class _PeerError(Exception):
@@ -228,12 +274,11 @@ class _Buffer:
         number: the place in their lists.
         file: what they map.
         bytes: the memory, uint8.
-        used_by: the number of the collective whose values it holds.
         known_to: ranks that have its file.
     """
 
     def __init__(self, number: int, num_bytes: int) -> None:
-        self.number, self.used_by = number, 0
+        self.number = number
         self.known_to: set[int] = set()
         self.file = os.memfd_create(f"dlrm-{number}", os.MFD_CLOEXEC)
         weakref.finalize(self, os.close, self.file)
@@ -246,23 +291,36 @@ class _Peer:
 
     Attributes:
         socket: messages to and from it.
-        has_read: it has read what this rank sent in all collectives up to that number.
+        unread: by the number of the collective, the buffers with values that it has yet to read.
     """
 
     def __init__(self, rank: int, connected: socket.socket, timeout_s: float) -> None:
-        self.socket, self.has_read = connected, 0
-        self._rank, self._timeout_s = rank, timeout_s
+        self.rank, self.socket = rank, connected
+        self.unread: dict[int, _Buffer] = {}
+        self._timeout_s = timeout_s
         self._mapped: dict[int, Tensor] = {}
         self._arrived: dict[int, Tensor] = {}
+        self._have_read: list[int] = []
 
-    def tell(self, number: int, read_upto: int, buffer: _Buffer, start: int, size: int) -> None:
-        """Tells it where the values of a collective lie."""
-        message = _MESSAGE.pack(number, read_upto, buffer.number, start, size)
-        if self._rank in buffer.known_to:
-            self.socket.send(message)
-        else:
-            socket.send_fds(self.socket, [message], [buffer.file])
-            buffer.known_to.add(self._rank)
+    def have_read(self, number: int) -> None:
+        """This rank has read its values of a collective; the next message says so."""
+        self._have_read.append(number)
+
+    def tell(self, number: int, buffer: _Buffer, start: int, size: int) -> bool:
+        """Tells it where the values of a collective lie; False where its socket is full."""
+        is_new = self.rank not in buffer.known_to
+        told = self._have_read[:_MOST_READ]
+        message = _MESSAGE.pack(number, buffer.number, start, size, is_new)
+        message += struct.pack(f"<{len(told)}Q", *told)
+        files = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", buffer.file))]
+        try:
+            self.socket.sendmsg([message], files if is_new else [])
+        except BlockingIOError:
+            return False
+        del self._have_read[: len(told)]
+        self.unread[number] = buffer
+        buffer.known_to.add(self.rank)
+        return True
 
     def receive(self, number: int) -> Tensor:
         """The values of a collective, uint8, once it has them.
@@ -271,42 +329,49 @@ class _Peer:
             _PeerError: see there.
         """
         while number not in self._arrived:
-            self._take_message()
+            self.take_message()
         return self._arrived.pop(number)
 
-    def _take_message(self) -> None:
+    def take_message(self) -> None:
+        """Waits for the next one.
+
+        Raises:
+            _PeerError: see there.
+        """
         try:
-            message, files, _, _ = socket.recv_fds(self.socket, _MESSAGE.size, 1)
-        except TimeoutError:
-            raise _PeerError(self._rank, f"nothing for {self._timeout_s:g} s") from None
+            message, files = self._next_message()
         except OSError as error:
-            raise _PeerError(self._rank, str(error)) from error
+            raise _PeerError(self.rank, str(error)) from error
         if not message:
-            raise _PeerError(self._rank, "the connection is closed")
-        number, self.has_read, buffer, start, size = _MESSAGE.unpack(message)
+            raise _PeerError(self.rank, "the connection is closed")
+        number, buffer, start, size, is_new = _MESSAGE.unpack_from(message)
+        for (read,) in struct.iter_unpack("<Q", message[_MESSAGE.size :]):
+            del self.unread[read]
+        if is_new and not files:
+            # The kernel leaves a file out where this process may have no more.
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         for file in files:
             self._mapped[buffer] = _map(file)
             os.close(file)
         self._arrived[number] = self._mapped[buffer][start : start + size]
 
-
-class _Upto:
-    """The largest number up to which all have been added.
-
-    Attributes:
-        number: that one.
-    """
-
-    def __init__(self) -> None:
-        self.number = 0
-        self._beyond: set[int] = set()
-
-    def add(self, number: int) -> None:
-        """In any order, each once."""
-        self._beyond.add(number)
-        while self.number + 1 in self._beyond:
-            self.number += 1
-            self._beyond.remove(self.number)
+    def _next_message(self) -> tuple[bytes, list[int]]:
+        until_s = time.monotonic() + self._timeout_s
+        was_reset = False
+        while True:
+            try:
+                message, files, _, _ = socket.recv_fds(self.socket, _MOST_BYTES, 1)
+                return message, files
+            except BlockingIOError:
+                ready = select.poll()
+                ready.register(self.socket, select.POLLIN)
+                if not ready.poll(max(0.0, until_s - time.monotonic()) * 1e3):
+                    raise _PeerError(self.rank, f"nothing for {self._timeout_s:g} s") from None
+            except ConnectionResetError:
+                # Told once, before what the other end sent when it was still there.
+                if was_reset:
+                    raise
+                was_reset = True
 
 
 def _map(file: int) -> Tensor:
@@ -314,10 +379,11 @@ def _map(file: int) -> Tensor:
     return torch.frombuffer(mmap.mmap(file, os.fstat(file).st_size), dtype=torch.uint8)
 
 
-def _is_own_user(connected: socket.socket) -> bool:
-    """Whether a process of this user is at the other end."""
+def _pid_of(connected: socket.socket) -> int:
+    """The process at the other end."""
     credentials = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return bool(_CREDENTIALS.unpack(credentials)[1] == os.getuid())
+    pid: int = _CREDENTIALS.unpack(credentials)[0]
+    return pid
 
 
 def _close_all(sockets: Sequence[socket.socket]) -> None:

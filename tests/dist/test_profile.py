@@ -14,14 +14,17 @@ from dlrm.profile import StepProfiler
 from dlrm.recorder import Recorder
 from dlrm.run_folder import RunFolder
 from embeddings.communicator import ProcessGroup
+from embeddings.shared_memory import SharedMemory
 from tests.dist.worker_pool import Workers
 
 NUM_STEPS, PROFILED = 5, range(3, 5)
 
 
-def profile_steps(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+def profile_steps(
+    rank: int, world_size: int, folder: str, shares_memory: bool = False
+) -> dict[str, Any]:
     """Steps of two collectives each; figures of the profile, and what was counted in all."""
-    comm = ProcessGroup()
+    comm = SharedMemory(timeout_s=20) if shares_memory else ProcessGroup()
     recorder = Recorder(
         RunFolder.of_this_run(Path(folder)),
         TrainDisplay(NUM_STEPS, enabled=False),
@@ -64,3 +67,20 @@ def test_traces_name_collectives(workers: Workers, tmp_path: Path) -> None:
         assert sent == {4}
     timeline = json.loads((tmp_path / "profile" / "timeline.json").read_text())
     assert {kind for kind, _, _ in timeline["collectives"]} == {"rows", "dense"}
+
+
+def test_collectives_in_shared_memory_last_until_they_are_waited_for(
+    workers: Workers, tmp_path: Path
+) -> None:
+    """Nothing takes them up in between; objects, which go through gloo, aren't taken for them."""
+    found, _ = workers(2).run(profile_steps, str(tmp_path), True)
+    assert found["figures"]["steps"] == list(PROFILED)
+    assert found["waits"] == ["dense", None, "rows", None] * NUM_STEPS
+    timeline = json.loads((tmp_path / "profile" / "timeline.json").read_text())
+    waits = {kind: start_ms + ms for kind, start_ms, ms in timeline["waits"]}
+    ends = {kind: start_ms + ms for kind, start_ms, ms in timeline["collectives"]}
+    starts = [start_ms for _, start_ms, _ in timeline["collectives"]]
+    assert list(ends) == ["rows", "dense"], "in the order of their issue"
+    assert starts == sorted(starts)
+    for kind, end_ms in ends.items():
+        assert abs(end_ms - waits[kind]) < 1e-3, kind

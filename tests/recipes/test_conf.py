@@ -146,6 +146,7 @@ data.shuffle True
 data.synthetic.num_train 1500000
 data.synthetic.cardinality_scale 0.01
 launch.num_threads None
+launch.transport auto
 model.bottom_mlp [512, 256]
 model.embedding_dim 16
 model.interaction dot

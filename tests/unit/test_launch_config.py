@@ -60,6 +60,10 @@ def torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"timeout_s": float("nan")}, "launch.timeout_s=nan"),
         ({"timeout_s": float("inf")}, "launch.timeout_s=inf"),
         ({"device": "tpu"}, "launch.device=tpu"),
+        (
+            {"nproc": 2, "transport": "nccl"},
+            "launch.transport=nccl: must be one of auto, shared_memory, gloo",
+        ),
     ],
 )
 def test_refusals_name_the_key(values: dict[str, Any], named: str) -> None:
@@ -84,6 +88,19 @@ def test_the_command_line_reaches_it() -> None:
     launch = compose_config("train", "launch.nproc=4", "launch.ranks_per_host=2").launch
     assert launch == LaunchConfig(nproc=4, ranks_per_host=2)
     assert compose_config("train", "launch.timeout_s=5").launch.timeout_s == 5.0
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
+def test_one_process_has_no_transport(transport: str) -> None:
+    with pytest.warns(UserWarning, match=f"^launch.transport={transport} is ignored: there is one"):
+        LaunchConfig(transport=transport)
+    assert LaunchConfig(nproc=2, transport=transport).transport == transport
+    assert compose_config("train").launch.transport == "auto"
+
+
+@pytest.mark.usefixtures("torchrun")
+def test_one_process_here_may_be_one_of_several_of_torchrun() -> None:
+    assert LaunchConfig(transport="gloo").transport == "gloo"
 
 
 def test_cores_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
