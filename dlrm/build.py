@@ -144,15 +144,11 @@ def communicator(context: WorkerContext, launch: LaunchConfig) -> Communicator:
     """
     if context.world_size == 1:
         return SingleProcess()
-    comm: ProcessGroup
-    reason = None if launch.transport == "gloo" else why_not_shared()
-    if launch.transport == "gloo" or (launch.transport == "auto" and reason is not None):
-        comm = ProcessGroup()
-    elif reason is None:
-        comm = SharedMemory(timeout_s=launch.timeout_s)
-    else:
+    reason = "it isn't asked for" if launch.transport == "gloo" else why_not_shared()
+    if reason is not None and launch.transport == "shared_memory":
         raise UserError(
             f"launch.transport=shared_memory can't be had: {reason}; set launch.transport=auto"
         )
+    comm = ProcessGroup() if reason is not None else SharedMemory(timeout_s=launch.timeout_s)
     comm.on_wait = context.heartbeat.waiting
     return comm

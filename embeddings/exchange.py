@@ -37,7 +37,7 @@ from embeddings.kv_gradients import KVGradients
 from embeddings.layout import KeySpace
 from embeddings.replicas import ReplicaCounts, Replicas
 from embeddings.requests import Request, Service, plan_request
-from embeddings.router import GroupPlan, IdOutOfRange, Router
+from embeddings.router import BagRows, GroupPlan, IdOutOfRange, Router
 from embeddings.store import RowStore
 from embeddings.table import FeatureConfig
 from embeddings.value_wire import ValueWire
@@ -80,6 +80,8 @@ class Exchange:
         dtype: type of rows and gradients.
         wire: `fp32`: values travel as they are; `bf16`, `fp16`: rounded.
         host: the tables in host memory, where there are any.
+        grad_rows: per key space where the gradients of its bags lie; None: in a matrix of their
+            own, the result of `pool`'s.
     """
 
     def __init__(
@@ -93,8 +95,10 @@ class Exchange:
         dtype: torch.dtype,
         wire: str,
         host: HostTables | None = None,
+        grad_rows: Sequence[BagRows | None] | None = None,
     ) -> None:
         self._spaces, self._replicas, self._host = tuple(spaces), replicas, host
+        self._grad_rows = list(grad_rows) if grad_rows is not None else [None for _ in spaces]
         self._router, self._features, self._comm, self._dtype = router, features, comm, dtype
         self._id_wire = IdWire(self._spaces, replicas, comm.rank, dtype)
         self._value_wire = ValueWire(self._spaces, comm, dtype, wire)
@@ -131,6 +135,7 @@ class Exchange:
                     ids,
                     self._dtype,
                     self._host.split_of(index) if self._host and training else None,
+                    self._grad_rows[index],
                 )
                 for index, space in enumerate(self._spaces)
             )
@@ -259,7 +264,8 @@ class Exchange:
 
         Args:
             plan: the batch.
-            space_grads: per key space the gradient of `pool`'s result.
+            space_grads: per key space the gradient of `pool`'s result, or the matrix that its
+                `grad_rows` speak of.
             replica_grads: this rank's gradients of replicas, one per group of them.
 
         Returns:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -127,18 +128,14 @@ class Replicas:
     def _runs(self, counts: ReplicaCounts) -> Iterator[range]:
         """The tables that are gathered, as stretches of neighbours in a group, which are sorted and
         summed together."""
-        is_dense, start = counts.is_dense, 0
-        for table in range(self.num_tables):
-            is_last = table + 1 == self.num_tables
-            if is_dense[table]:
-                start = table + 1
-            elif (
-                is_last
-                or is_dense[table + 1]
-                or self._tables[table + 1].group != self._tables[table].group
-            ):
-                yield range(start, table + 1)
-                start = table + 1
+        kinds = [
+            (is_dense, table.group)
+            for is_dense, table in zip(counts.is_dense, self._tables, strict=True)
+        ]
+        for (is_dense, _), run in groupby(range(self.num_tables), kinds.__getitem__):
+            if not is_dense:
+                tables = list(run)
+                yield range(tables[0], tables[-1] + 1)
 
     def num_id_bytes(self, rank: int, counts: ReplicaCounts) -> int:
         """Bytes of ids that `rank` sends to each other rank."""

@@ -26,11 +26,12 @@ from data.batch import JaggedIds
 from embeddings.keys import sort_keys
 from embeddings.layout import KeySpace, keys_of
 from embeddings.router import (
+    BagRows,
     SampleMajorBags,
     key_factors,
     offsets_of,
+    row_of_id,
     sample_major,
-    sample_major_bag_of_id,
 )
 from embeddings.table import FeatureConfig
 
@@ -41,7 +42,7 @@ class VectorBags(NamedTuple):
     """In which bags each received vector occurs: the transposed lookup of the requester.
 
     Attributes:
-        bags_L: int64 sample-major bags, grouped by vector.
+        bags_L: int64 rows (see `BagRows`) of the bags, grouped by vector.
         starts: int64, one more than vectors; those of vector m are `bags_L[starts[m]:starts[m+1]]`.
         weights_L: factor of each occurrence, or None where all are 1.
     """
@@ -146,6 +147,7 @@ def plan_request(
     ids: JaggedIds,
     dtype: torch.dtype,
     split: SplitHot | None = None,
+    grad_rows: BagRows | None = None,
 ) -> Request:
     """This rank's request in one key space for one batch; its ids have been checked.
 
@@ -155,11 +157,12 @@ def plan_request(
         ids: the batch.
         dtype: type of the factors.
         split: tells hot keys, of which none is asked for; None: all are asked for.
+        grad_rows: where the gradients of the bags lie; None: in a matrix of their own.
     """
     routed = _route(space, ids)
     if space.exchange == "kv":
-        return _plan_kv(space, features, ids, routed, dtype, split)
-    return _plan_pooled(space, features, ids, routed, dtype)
+        return _plan_kv(space, features, ids, routed, dtype, split, grad_rows)
+    return _plan_pooled(space, features, ids, routed, dtype, grad_rows)
 
 
 def _plan_kv(
@@ -169,6 +172,7 @@ def _plan_kv(
     routed: _SliceIds,
     dtype: torch.dtype,
     split: SplitHot | None,
+    grad_rows: BagRows | None,
 ) -> Request:
     ordered = sort_keys(torch.from_numpy(routed.keys_L))
     keys_K = ordered.keys_K.numpy()
@@ -184,7 +188,7 @@ def _plan_kv(
     # The vector of a key is at the key's place among the distinct ones.
     bags = sample_major(routed.lengths_FB, offsets, ordered.inverse_L(), weights)
     order_L = ordered.order_L
-    bag_of_id_L = torch.from_numpy(sample_major_bag_of_id(routed.lengths_FB))
+    bag_of_id_L = torch.from_numpy(row_of_id(routed.lengths_FB, grad_rows))
     vectors = VectorBags(
         bag_of_id_L[order_L], ordered.starts, None if weights is None else weights[order_L]
     )
@@ -207,6 +211,7 @@ def _plan_pooled(
     ids: JaggedIds,
     routed: _SliceIds,
     dtype: torch.dtype,
+    grad_rows: BagRows | None,
 ) -> Request:
     order_L, bag_P, lengths_P, num_keys, num_vectors = (
         _ranks_of_slices(space, routed.lengths_FB)
@@ -226,7 +231,8 @@ def _plan_pooled(
         offsets=torch.from_numpy(offsets_of(np.bincount(bag_P, minlength=num_bags))),
         weights_L=None if vector_weights is None else vector_weights[torch.from_numpy(by_bag_P)],
     )
-    vectors = VectorBags(torch.from_numpy(bag_P), torch.arange(bag_P.size + 1), vector_weights)
+    row_P = bag_P if grad_rows is None else grad_rows.of_bags(bag_P)
+    vectors = VectorBags(torch.from_numpy(row_P), torch.arange(bag_P.size + 1), vector_weights)
     return Request(
         keys_L=routed.keys_L[order_L] - np.repeat(space.bases[:-1], num_keys),
         num_keys=tuple(num_keys.tolist()),
@@ -288,7 +294,7 @@ def _ranks_of_keys(space: KeySpace, routed: _SliceIds) -> _RankOrder:
     num_ranks = len(space.group_of_rank)
     rank_L = np.searchsorted(space.bases[1:], routed.keys_L, side="right")
     order_L = np.argsort(rank_L, kind="stable")
-    bag_L = sample_major_bag_of_id(routed.lengths_FB)[order_L]
+    bag_L = row_of_id(routed.lengths_FB)[order_L]
     rank_L = rank_L[order_L]
     # A bag on a rank is a run of equal (rank, bag): within a rank, ids are still bag after bag.
     is_first_L = np.ones(rank_L.size, dtype=bool)

@@ -65,6 +65,49 @@ class IdOutOfRange(ValueError):
         )
 
 
+class BagRows(NamedTuple):
+    """Where bags lie in a matrix with one row of `D` per bag: bag `(f, b)` is row
+    `b · stride + firsts[f]`.
+
+    Of all features' columns together, `(B, S)`, which are such a matrix where every feature's lie
+    at a multiple of `D`: gradients are then read where they are. `(b · F + f)` numbers the bags of
+    `F` features alone.
+
+    Attributes:
+        stride: rows per sample.
+        firsts: int64, one per feature.
+    """
+
+    stride: int
+    firsts: Int64Array
+
+    @classmethod
+    def within(cls, starts: Sequence[int], dim: int, num_columns: int) -> BagRows | None:
+        """Of features of one dim among others.
+
+        Args:
+            starts: first column of each feature.
+            dim: `D`.
+            num_columns: `S`.
+
+        Returns:
+            None where the columns aren't such a matrix.
+        """
+        if num_columns % dim or any(start % dim for start in starts):
+            return None
+        return cls(num_columns // dim, np.array(starts, dtype=np.int64) // dim)
+
+    def of_bags(self, bag_P: Int64Array) -> Int64Array:
+        """Rows of sample-major bags, `b · F + f`."""
+        sample_P, feature_P = np.divmod(bag_P, len(self.firsts))
+        return self.stride * sample_P + self.firsts[feature_P]
+
+    @classmethod
+    def alone(cls, num_features: int) -> BagRows:
+        """Of these features and no others."""
+        return cls(num_features, np.arange(num_features))
+
+
 class SampleMajorBags(NamedTuple):
     """The bags of a group ordered by sample, then feature.
 
@@ -84,7 +127,7 @@ class UniqueKeys(NamedTuple):
 
     Attributes:
         keys_K: int64, sorted, distinct.
-        bags_L: int64 sample-major bag (`b·F + f`) of each occurrence, grouped by key and, within a
+        bags_L: int64 row (see `BagRows`) of each occurrence's bag, grouped by key and, within a
             key, in the feature-major order of the batch.
         starts: int64, `K + 1`; the occurrences of `keys_K[k]` are `bags_L[starts[k]:starts[k+1]]`.
         weights_L: factor of each occurrence, or None where all are 1.
@@ -107,6 +150,7 @@ class GroupPlan:
         offsets: int64, `F·B + 1`, the bags in `keys_L`.
         weights_L: factor of each key in its bag, of the group's type, or None where all are 1. For
             a mean-pooled feature it is the bag weight divided by the number of ids in the bag.
+        grad_rows: where the gradients of the bags lie; None: in a matrix of their own.
     """
 
     features: tuple[int, ...]
@@ -114,6 +158,7 @@ class GroupPlan:
     keys_L: Tensor
     offsets: Tensor
     weights_L: Tensor | None
+    grad_rows: BagRows | None = None
 
     @cached_property
     def lengths_FB(self) -> Int64Array:
@@ -129,7 +174,7 @@ class GroupPlan:
     def unique(self) -> UniqueKeys:
         """The distinct keys and where they occur (computed at the first call)."""
         ordered = sort_keys(self.keys_L)
-        bag_of_id_L = sample_major_bag_of_id(self.lengths_FB)
+        bag_of_id_L = row_of_id(self.lengths_FB, self.grad_rows)
         weights_L = self.weights_L
         if weights_L is not None:
             weights_L = torch.from_numpy(weights_L.numpy()[ordered.order_L.numpy()])
@@ -148,6 +193,8 @@ class Router:
         tables: every table.
         features: every sparse feature, in the order of the batch's ids.
         groups: the table groups that are everywhere; their tables are whole.
+        reads_whole_gradient: whether `GroupPlan.unique` is to number bags by their rows in the
+            gradient of all features, where that can be.
 
     Raises:
         ValueError: where names repeat, or a feature's table is unknown.
@@ -158,6 +205,8 @@ class Router:
         tables: Sequence[TableConfig],
         features: Sequence[FeatureConfig],
         groups: Sequence[TableGroup],
+        *,
+        reads_whole_gradient: bool = False,
     ) -> None:
         validate_tables(tables, features)
         by_name = {table.name: table for table in tables}
@@ -172,6 +221,15 @@ class Router:
             tuple(i for i, f in enumerate(features) if f.table in first_keys)
             for first_keys in self._first_keys
         )
+        ends = np.cumsum([by_name[feature.table].dim for feature in features], dtype=np.int64)
+        self.grad_rows: list[BagRows | None] = [None for _ in groups]
+        if reads_whole_gradient:
+            self.grad_rows = [
+                BagRows.within(
+                    [int(ends[f]) - group.dim for f in of_group], group.dim, int(ends[-1])
+                )
+                for group, of_group in zip(groups, self._features_of_group, strict=True)
+            ]
         for group in groups:
             for piece in group.pieces:
                 table = by_name[piece.table]
@@ -196,9 +254,13 @@ class Router:
         self.check(ids)
         starts = _feature_starts(ids)
         return tuple(
-            self._plan_group(group, features, ids, starts, first_keys)
-            for group, features, first_keys in zip(
-                self._groups, self._features_of_group, self._first_keys, strict=True
+            self._plan_group(group, features, ids, starts, first_keys, grad_rows)
+            for group, features, first_keys, grad_rows in zip(
+                self._groups,
+                self._features_of_group,
+                self._first_keys,
+                self.grad_rows,
+                strict=True,
             )
         )
 
@@ -260,6 +322,7 @@ class Router:
         ids: JaggedIds,
         feature_starts: Int64Array,
         first_keys: dict[str, int],
+        grad_rows: BagRows | None,
     ) -> GroupPlan:
         batch_size = ids.batch_size
         values_L, all_offsets = ids.values_L.numpy(), ids.offsets.numpy()
@@ -281,6 +344,7 @@ class Router:
             keys_L=torch.from_numpy(keys_L),
             offsets=torch.from_numpy(offsets_of(lengths_FB.reshape(-1))),
             weights_L=weights_L,
+            grad_rows=grad_rows,
         )
 
 
@@ -372,10 +436,12 @@ def sample_major(
     )
 
 
-def sample_major_bag_of_id(lengths_FB: Int64Array) -> Int64Array:
-    """Of each key of feature-major bags, the sample-major bag (`b · F + f`) it is in."""
+def row_of_id(lengths_FB: Int64Array, rows: BagRows | None = None) -> Int64Array:
+    """Of each key of feature-major bags, the row of its bag; without `rows` its sample-major bag,
+    `b · F + f`."""
     num_features, batch_size = lengths_FB.shape
-    bags = np.arange(num_features * batch_size).reshape(batch_size, num_features).T.reshape(-1)
+    stride, firsts = rows if rows is not None else BagRows.alone(num_features)
+    bags = (firsts[:, None] + stride * np.arange(batch_size)).reshape(-1)
     length = common_length(lengths_FB)
     if length == 1:
         return bags

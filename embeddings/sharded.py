@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -17,10 +18,10 @@ from embeddings.fused import FusedGroup, load_fbgemm, why_not_fused
 from embeddings.host.executor import Executor, ThreadExecutor
 from embeddings.host.host_tables import HostSettings, HostTables
 from embeddings.kv_gradients import KVGradients, sum_kv
-from embeddings.layout import build_key_spaces, split_row_stretches
+from embeddings.layout import KeySpace, build_key_spaces, split_row_stretches
 from embeddings.plan import Plan, single_process_plan
 from embeddings.replicas import ReplicaRows, Replicas
-from embeddings.router import GroupPlan, IdOutOfRange, Router
+from embeddings.router import BagRows, GroupPlan, IdOutOfRange, Router
 from embeddings.row_optim import ROW_STATE, RowOptimizerConfig
 from embeddings.row_squares import RowSquares
 from embeddings.store import RowsPart, RowStore
@@ -158,8 +159,15 @@ class ShardedEmbeddings:
         self.tables = tuple(tables)
         self.dtype = dtype
         self._local = [group for group in groups if group.everywhere]
-        self._router = Router(tables, features, self._local)
+        # Gradients of rows are summed from where they lie in that of `pooled_BS`, not from copies.
+        sums_gradients = self.backend == "torch"
+        self._router = Router(tables, features, self._local, reads_whole_gradient=sums_gradients)
         self._spaces = build_key_spaces(self.plan, tables, features, groups_of_rank)
+        dims = {table.name: table.dim for table in tables}
+        offsets = [0, *itertools.accumulate(dims[feature.table] for feature in features)]
+        self.feature_offsets: tuple[int, ...] = tuple(offsets)
+        # Where in the gradient of `pooled_BS` the bags of each key space are.
+        self._space_rows = [_grad_rows(space, offsets) for space in self._spaces]
         self._everywhere = tables_everywhere(self.plan)
         self.host: HostTables | None = None
         if any(space.memory == "host" for space in self._spaces):
@@ -195,6 +203,7 @@ class ShardedEmbeddings:
                 # One process sends nothing: what it has isn't rounded.
                 wire=wire if self.comm.world_size > 1 else "fp32",
                 host=self.host,
+                grad_rows=self._space_rows,
             )
         self._row_squares: RowSquares | None = None
         if optimizer.name in ROW_STATE:
@@ -208,11 +217,6 @@ class ShardedEmbeddings:
                 self.host.keep_row_state(tables)
         self._reader = TableReader(tables, groups_of_rank, self._everywhere, self.store, self.comm)
 
-        dims = {table.name: table.dim for table in tables}
-        offsets = [0]
-        for feature in features:
-            offsets.append(offsets[-1] + dims[feature.table])
-        self.feature_offsets: tuple[int, ...] = tuple(offsets)
         # Columns of pooled_BS that each local group and each key space fills.
         self._local_columns = [
             merge_in_order([(offsets[f], offsets[f + 1]) for f in group_features])
@@ -445,7 +449,9 @@ class ShardedEmbeddings:
         assert plan.training, "this batch was planned without training"
         gradients: list[KVGradients] = []
         for index, columns in enumerate(self._local_columns):
-            group_grad_BS = self._take_columns(columns, grad_BS) if columns else grad_BS[:, :0]
+            group_grad_BS = grad_BS
+            if self._router.grad_rows[index] is None:
+                group_grad_BS = self._take_columns(columns, grad_BS) if columns else grad_BS[:, :0]
             if self.backend == "fbgemm":
                 if columns:
                     self._fused[index].backward_and_update(plan.groups[index], group_grad_BS, lr)
@@ -454,7 +460,10 @@ class ShardedEmbeddings:
         if self._exchange is None:
             return Deferred(lambda: gradients)
         assert plan.exchange is not None
-        space_grads = [self._take_columns(columns, grad_BS) for columns in self._space_columns]
+        space_grads = [
+            grad_BS if rows is not None else self._take_columns(columns, grad_BS)
+            for columns, rows in zip(self._space_columns, self._space_rows, strict=True)
+        ]
         if self.comm.world_size > 1:
             return self._exchange.begin_grads(plan.exchange, space_grads, gradients)
         of_spaces = self._exchange.begin_grads(plan.exchange, space_grads, [])
@@ -600,6 +609,14 @@ class PendingBatchPlan:
             sum(exchange.batch_sizes),
             self._training,
         )
+
+
+def _grad_rows(space: KeySpace, offsets: Sequence[int]) -> BagRows | None:
+    """See `Exchange`; None where a slice's columns aren't side by side, or not at a multiple."""
+    if any(len(part.columns) > 1 for part in space.slices):
+        return None
+    starts = [offsets[part.feature] + part.columns[0][0] for part in space.slices]
+    return BagRows.within(starts, space.dim, offsets[-1])
 
 
 def merge_in_order(ranges: Sequence[ColumnRange]) -> list[ColumnRange]:

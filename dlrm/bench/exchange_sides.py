@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from data.batch import Batch
@@ -16,7 +15,7 @@ from dlrm.bench.exchange_steps import ExchangeTask, given_gradient
 from dlrm.bench.measure import sent_figures
 from dlrm.build import build_embeddings, build_tables, communicator
 from dlrm.launch import WorkerContext
-from embeddings.communicator import CommCounters
+from embeddings.communicator import CommCounters, Communicator
 from embeddings.sharded import ShardedEmbeddings
 
 
@@ -87,31 +86,34 @@ def build_floor(
 ) -> Iterator[AllToAllFloor]:
     """See `exchange_steps.BuildExchange`."""
     assert task.sent_bytes is not None
-    yield AllToAllFloor(task.sent_bytes, context.world_size)
+    yield AllToAllFloor(task.sent_bytes, communicator(context, task.config.launch))
 
 
 class AllToAllFloor:
-    """For each kind of bytes one `all_to_all_single` of as many, equally many to every other rank.
+    """For each kind of bytes one all-to-all of as many, equally many to every other rank.
 
     Nothing is sent to oneself; what is sent is there before the clock starts.
     """
 
-    def __init__(self, sent_bytes: dict[str, float], world_size: int) -> None:
-        rank, others = dist.get_rank(), world_size - 1
+    def __init__(self, sent_bytes: dict[str, float], comm: Communicator) -> None:
+        self._comm = comm
+        others = comm.world_size - 1
         self._buffers: list[tuple[Tensor, Tensor, list[int]]] = []
         for num_bytes in sent_bytes.values():
             each = round(num_bytes / others)
-            splits = [0 if other == rank else each for other in range(world_size)]
+            splits = [0 if other == comm.rank else each for other in range(comm.world_size)]
             send = torch.zeros(each * others, dtype=torch.uint8)
             self._buffers.append((send, torch.empty_like(send), splits))
         self._sent_bytes = sum(send.numel() for send, _, _ in self._buffers)
         num = len(self._buffers)
-        self.note = f"{num} all_to_all_single of {self._sent_bytes:,} bytes together"
+        self.note = (
+            f"{num} all-to-all of {self._sent_bytes:,} bytes together, over {comm.transport}"
+        )
 
     def step(self) -> None:
         """See `measure.Steps`."""
         for send, received, splits in self._buffers:
-            dist.all_to_all_single(received, send, splits, splits)
+            self._comm.all_to_all("other", send, splits, received, splits).wait()
 
     def begin_window(self) -> None:
         """See `measure.Steps`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from data.batch import JaggedIds
 from embeddings.keys import sort_keys
 from embeddings.plan import single_process_plan
-from embeddings.router import IdOutOfRange, Router
+from embeddings.router import BagRows, IdOutOfRange, Router, row_of_id
 from embeddings.table import FeatureConfig, TableConfig
 from embeddings.table_group import local_groups
 
@@ -176,3 +177,37 @@ def test_sorted_keys(keys: list[int]) -> None:
     assert order_L.tolist() == sorted(range(len(keys)), key=lambda i: keys[i])
     assert torch.repeat_interleave(keys_K, starts.diff()).tolist() == sorted(keys)
     assert int(starts[-1]) == len(keys)
+
+
+# ------------------------------------------------------------------------------------ gradient rows
+
+
+@given(
+    batch_size=st.integers(0, 5),
+    dim=st.sampled_from([1, 3, 4]),
+    places=st.lists(st.integers(0, 6), min_size=1, max_size=4, unique=True),
+    seed=st.integers(0, 1000),
+)
+def test_bags_are_found_in_the_gradient_of_all_features(
+    batch_size: int, dim: int, places: list[int], seed: int
+) -> None:
+    """Row `row_of_id` of the whole gradient is what its own columns hold of that sample."""
+    generator = np.random.default_rng(seed)
+    num_columns = 7 * dim
+    rows = BagRows.within([place * dim for place in places], dim, num_columns)
+    assert rows is not None
+    lengths_FB = generator.integers(0, 3, (len(places), batch_size))
+    grad_BS = generator.standard_normal((batch_size, num_columns))
+    found_LD = grad_BS.reshape(-1, dim)[row_of_id(lengths_FB, rows)]
+    own_BS = np.concatenate([grad_BS[:, p * dim : (p + 1) * dim] for p in places], axis=1)
+    alone_L = row_of_id(lengths_FB)
+    np.testing.assert_array_equal(found_LD, own_BS.reshape(-1, dim)[alone_L])
+    np.testing.assert_array_equal(rows.of_bags(alone_L), row_of_id(lengths_FB, rows))
+
+
+@pytest.mark.parametrize(
+    ("starts", "num_columns"), [([0, 6], 12), ([0, 4], 10)], ids=["a start", "the width"]
+)
+def test_columns_that_are_no_rows_have_none(starts: list[int], num_columns: int) -> None:
+    """Else bags would be read across features."""
+    assert BagRows.within(starts, 4, num_columns) is None
