@@ -68,12 +68,12 @@ def row_writer(array_RD: Tensor) -> Callable[[Tensor, Tensor], Any]:
     took 1.4 to 3 times as long (docs/benchmarks.md).
 
     Args:
-        array_RD: `(R, D)`, contiguous.
+        array_RD: `(R, D)`; where its rows don't follow each other (staged records hold rows and
+            state) `index_copy_` it is.
     """
-    if array_RD.device.type != "cpu":
+    if array_RD.device.type != "cpu" or not array_RD.is_contiguous():
         return lambda rows_K, values_KD: array_RD.index_copy_(0, rows_K, values_KD)
     num_columns, dtype = array_RD.shape[1], array_RD.dtype
-    assert array_RD.is_contiguous(), (array_RD.shape, array_RD.stride())
     row_type = np.dtype((np.void, num_columns * array_RD.element_size()))
     rows: Any = array_RD.detach().view(-1).numpy().view(row_type) if num_columns else None
 

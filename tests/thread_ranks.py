@@ -45,11 +45,13 @@ class _Mailbox:
     def take(self, number: int) -> list[Any]:
         """By rank; waits for all."""
         with self._condition:
-            done = self._condition.wait_for(
-                lambda: self._is_broken or len(self._entries.get(number, {})) == self.world_size,
-                timeout=WAIT_S,
-            )
-            if not done or self._is_broken:
+
+            def is_complete() -> bool:
+                return len(self._entries.get(number, {})) == self.world_size
+
+            self._condition.wait_for(lambda: self._is_broken or is_complete(), timeout=WAIT_S)
+            # What a rank has sent before it was gone arrives.
+            if not is_complete():
                 raise RuntimeError(f"collective {number}: a rank is gone")
             entries = self._entries[number]
             return [entries[rank][1] for rank in range(self.world_size)]
