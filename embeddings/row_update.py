@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from embeddings.row_optim import RowOptimizerConfig, update_rows
@@ -64,14 +65,15 @@ def update_in_place(
 def row_writer(array_RD: Tensor) -> Callable[[Tensor, Tensor], Any]:
     """A function that does `array_RD[rows_K] = values_KD`, of the same type, for distinct rows.
 
-    On CPU each row is written as one piece of memory; `index_copy_` goes over its elements, which
-    took 1.4 to 3 times as long (docs/benchmarks.md).
+    By one CPU thread each row is written as one piece of memory; `index_copy_` goes over its
+    elements, which took 1.2 to 3 times as long (docs/benchmarks.md). It is left to several threads,
+    each of which has its share of the rows in its cache; to other devices; and to rows that don't
+    follow each other, as in staged records, which hold rows and state.
 
     Args:
-        array_RD: `(R, D)`; where its rows don't follow each other (staged records hold rows and
-            state) `index_copy_` it is.
+        array_RD: `(R, D)`.
     """
-    if array_RD.device.type != "cpu" or not array_RD.is_contiguous():
+    if array_RD.device.type != "cpu" or torch.get_num_threads() > 1 or not array_RD.is_contiguous():
         return lambda rows_K, values_KD: array_RD.index_copy_(0, rows_K, values_KD)
     num_columns, dtype = array_RD.shape[1], array_RD.dtype
     row_type = np.dtype((np.void, num_columns * array_RD.element_size()))
