@@ -275,6 +275,10 @@ def _notes(turns: Turns) -> list[str]:
     ]
     if cold:
         lines.append(
+            "save: the second of a process; of the first, some may be waiting for the memory of a "
+            "virtual machine's host"
+        )
+        lines.append(
             "async save: how long training waits, for a copy into memory that the save before "
             "has taken; plain: that copy alone"
         )
