@@ -59,3 +59,18 @@ def sum_kv(parts: Sequence[Sequence[KVGradients]]) -> list[KVGradients]:
         grads_KD = bag_sum(grads_LD, ordered.order_L, ordered.starts, None)
         summed.append(KVGradients(group, ordered.keys_K, grads_KD))
     return summed
+
+
+def are_disjoint(gradients: Sequence[KVGradients]) -> bool:
+    """Whether no key of a group occurs in two of them: else its row would be updated twice."""
+    by_first_key = sorted(
+        (entry for entry in gradients if entry.keys_K.numel()),
+        key=lambda entry: (entry.group, int(entry.keys_K[0])),
+    )
+    for index, entry in enumerate(by_first_key):
+        for other in by_first_key[index + 1 :]:
+            if other.group != entry.group or int(other.keys_K[0]) > int(entry.keys_K[-1]):
+                break
+            if bool(torch.isin(other.keys_K, entry.keys_K, assume_unique=True).any()):
+                return False
+    return True

@@ -17,7 +17,7 @@ from embeddings.exchange import Exchange, ExchangePlan, PendingPlan
 from embeddings.fused import FusedGroup, load_fbgemm, why_not_fused
 from embeddings.host.executor import Executor, ThreadExecutor
 from embeddings.host.host_tables import HostSettings, HostTables
-from embeddings.kv_gradients import KVGradients, sum_kv
+from embeddings.kv_gradients import KVGradients, are_disjoint, sum_kv
 from embeddings.layout import KeySpace, build_key_spaces, split_row_stretches
 from embeddings.plan import Plan, single_process_plan
 from embeddings.replicas import ReplicaRows, Replicas
@@ -485,6 +485,7 @@ class ShardedEmbeddings:
                 returned of the only one, or `sum_kv` of several; empty for fbgemm.
             lr: learning rate of this step.
         """
+        assert are_disjoint(kv_gradients), "a key of two gradients: sum micro-batches with sum_kv"
         if self.host is not None or self._row_squares is not None:
             kv_gradients = sum_kv([kv_gradients])  # One per group, by ascending key.
         self.store.begin_step()

@@ -349,7 +349,8 @@ class _Peer:
             del self.unread[read]
         if is_new and not files:
             # The kernel leaves a file out where this process may have no more.
-            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            text = f"{os.strerror(errno.EMFILE)} in this process: raise its limit (ulimit -n)"
+            raise OSError(errno.EMFILE, text)
         for file in files:
             self._mapped[buffer] = _map(file)
             os.close(file)

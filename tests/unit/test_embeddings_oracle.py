@@ -15,6 +15,7 @@ from data.batch import JaggedIds
 from embeddings import (
     FeatureConfig,
     IdOutOfRange,
+    KVGradients,
     ReferenceEmbeddings,
     RowOptimizerConfig,
     ShardedEmbeddings,
@@ -175,6 +176,21 @@ def test_gradients_of_micro_batches_sum_to_those_of_the_batch(weighted: bool) ->
     for found, expected in zip(summed, whole, strict=True):
         assert torch.equal(found.keys_K, expected.keys_K)
         torch.testing.assert_close(found.grads_KD, expected.grads_KD, rtol=1e-12, atol=1e-14)
+
+
+def test_micro_batches_that_were_not_summed_are_noticed() -> None:
+    """Their common rows would be updated twice; parts without a common key are one update."""
+    embeddings = one_table(rows=9, dim=2, name="sgd", features=2)
+
+    def gradients(*keys: int) -> KVGradients:
+        return KVGradients(0, torch.tensor(keys), torch.ones(len(keys), 2))
+
+    with pytest.raises(AssertionError, match="sum_kv"):
+        embeddings.apply([gradients(1, 4), gradients(2, 4)], 0.1)
+    before = embeddings.store.read(embeddings.tables[0].name, 0, 9)["weight"]
+    embeddings.apply([gradients(1, 4), gradients(2, 5)], 0.5)
+    after = embeddings.store.read(embeddings.tables[0].name, 0, 9)["weight"]
+    assert torch.nonzero((after != before).any(dim=1))[:, 0].tolist() == [1, 2, 4, 5]
 
 
 def test_gradients_are_unique_sorted_and_summed() -> None:
