@@ -6,11 +6,16 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from embeddings.bag_sum import bag_sum
+from embeddings.compiled import compiled
 from embeddings.keys import sort_keys
+
+Int64Array = npt.NDArray[np.int64]
 
 
 class KVGradients(NamedTuple):
@@ -71,6 +76,20 @@ def are_disjoint(gradients: Sequence[KVGradients]) -> bool:
         for other in by_first_key[index + 1 :]:
             if other.group != entry.group or int(other.keys_K[0]) > int(entry.keys_K[-1]):
                 break
-            if bool(torch.isin(other.keys_K, entry.keys_K, assume_unique=True).any()):
+            if _share_a_key(other.keys_K.numpy(), entry.keys_K.numpy()):
                 return False
     return True
+
+
+@compiled
+def _share_a_key(keys_K: Int64Array, others_K: Int64Array) -> bool:
+    """Whether two sorted arrays have a value in common."""
+    k = other = 0
+    while k < keys_K.shape[0] and other < others_K.shape[0]:
+        if keys_K[k] == others_K[other]:
+            return True
+        if keys_K[k] < others_K[other]:
+            k += 1
+        else:
+            other += 1
+    return False

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from embeddings.row_optim import RowOptimizerConfig, update_rows
+from embeddings import row_kernels
+from embeddings.compiled import in_parts
+from embeddings.row_optim import RowOptimizerConfig, decayed, row_squares, update_rows
 
 _UPDATE_BLOCK_BYTES = 1 << 18
 
@@ -27,8 +29,10 @@ def update_in_place(
 ) -> None:
     """One step of the rule for some rows.
 
-    Works through the rows in blocks: what a rule makes on its way stays in the cache, and needs no
-    memory of the size of all touched rows.
+    Rows on the CPU are updated by `row_kernels`; on other devices, and where the state of whole
+    rows was made elsewhere, by `update_rows`, in blocks: what a rule makes on its way stays in the
+    cache, and needs no memory of the size of all touched rows. Both are the same arithmetic, and
+    may differ in last bits.
 
     Args:
         optimizer: rule and constants.
@@ -39,10 +43,14 @@ def update_in_place(
         lr: learning rate.
         num_steps: number of this step in the run, from 1.
         row_state_K1: see `update_rows`.
+
+    Raises:
+        IndexError: for a row that isn't there.
     """
+    if row_state_K1 is None and _has_kernel(weights, *states.values()):
+        _update_by_kernel(optimizer, weights, states, rows_K, grads_KD, lr=lr, num_steps=num_steps)
+        return
     block_rows = max(1, _UPDATE_BLOCK_BYTES // (weights.shape[1] * weights.element_size()))
-    put_weights = row_writer(weights)
-    put_state = {} if row_state_K1 is not None else {n: row_writer(s) for n, s in states.items()}
     for low in range(0, rows_K.numel(), block_rows):
         block = slice(low, low + block_rows)
         block_rows_K = rows_K[block]
@@ -57,33 +65,66 @@ def update_in_place(
             num_steps=num_steps,
             row_state_K1=None if row_state_K1 is None else row_state_K1[block],
         )
-        put_weights(block_rows_K, rows_KD)
-        for name, put in put_state.items():
-            put(block_rows_K, touched[name])
+        weights.index_copy_(0, block_rows_K, rows_KD)
+        if row_state_K1 is None:
+            for name, state in states.items():
+                state.index_copy_(0, block_rows_K, touched[name])
 
 
-def row_writer(array_RD: Tensor) -> Callable[[Tensor, Tensor], Any]:
-    """A function that does `array_RD[rows_K] = values_KD`, of the same type, for distinct rows.
+def _has_kernel(*arrays: Tensor) -> bool:
+    return all(
+        array.device.type == "cpu"
+        and array.stride(1) == 1
+        and array.dtype in (torch.float32, torch.float64)
+        for array in arrays
+    )
 
-    By one CPU thread each row is written as one piece of memory; `index_copy_` goes over its
-    elements, which took 1.2 to 3 times as long (docs/benchmarks.md). It is left to several threads,
-    each of which has its share of the rows in its cache; to other devices; and to rows that don't
-    follow each other, as in staged records, which hold rows and state.
 
-    Args:
-        array_RD: `(R, D)`.
-    """
-    if array_RD.device.type != "cpu" or torch.get_num_threads() > 1 or not array_RD.is_contiguous():
-        return lambda rows_K, values_KD: array_RD.index_copy_(0, rows_K, values_KD)
-    num_columns, dtype = array_RD.shape[1], array_RD.dtype
-    row_type = np.dtype((np.void, num_columns * array_RD.element_size()))
-    rows: Any = array_RD.detach().view(-1).numpy().view(row_type) if num_columns else None
+def _update_by_kernel(
+    optimizer: RowOptimizerConfig,
+    weights: Tensor,
+    states: Mapping[str, Tensor],
+    rows_K: Tensor,
+    grads_KD: Tensor,
+    *,
+    lr: float,
+    num_steps: int,
+) -> None:
+    num_rows, dim = weights.shape
+    assert grads_KD.shape == (rows_K.numel(), dim), (grads_KD.shape, rows_K.shape, dim)
+    assert grads_KD.dtype == weights.dtype, (grads_KD.dtype, weights.dtype)
+    if not grads_KD.numel():
+        return
+    keys: Any = rows_K.numpy()
+    if keys.min() < 0 or keys.max() >= num_rows:
+        raise IndexError(f"rows {keys.min()} … {keys.max()} of {num_rows}")
+    if optimizer.weight_decay:
+        grads_KD = decayed(optimizer, weights.index_select(0, rows_K), grads_KD)
+    grads: Any = grads_KD.detach().contiguous().numpy()
+    arrays: list[Any] = [part for array in (weights, *states.values()) for part in _flat(array)]
+    number = arrays[0].dtype.type  # fp64 constants would have the kernels compute in fp64.
+    eps = number(optimizer.eps)
+    update: tuple[Any, ...]
+    if optimizer.name == "sgd":
+        update = row_kernels.sgd, number(lr)
+    elif optimizer.name == "adagrad":
+        update = row_kernels.adagrad, number(lr), eps
+    elif optimizer.name == "rowwise_adagrad":
+        squares_K1 = row_squares(grads_KD.detach(), dim).numpy()
+        update = row_kernels.rowwise_adagrad, squares_K1, number(lr), eps
+    else:
+        beta1, beta2 = optimizer.beta1, optimizer.beta2
+        step_size = lr * math.sqrt(1 - beta2**num_steps) / (1 - beta1**num_steps)
+        shares = number(1 - beta1), number(beta2), number(1 - beta2)
+        update = row_kernels.adam, number(step_size), eps, *shares
+    kernel, *constants = update
+    in_parts(kernel, len(keys), keys, grads, *arrays, *constants)
 
-    def put(rows_K: Tensor, values_KD: Tensor) -> None:
-        assert values_KD.dtype == dtype, (values_KD.dtype, dtype)
-        assert values_KD.shape == (rows_K.numel(), num_columns), values_KD.shape
-        if values_KD.numel():
-            values: Any = values_KD.contiguous().view(-1).numpy().view(row_type)
-            np.put(rows, rows_K.numpy(), values)
 
-    return put
+def _flat(array_RD: Tensor) -> tuple[Any, int]:
+    """The memory from the first row to the last as one array, and the distance of two rows in it;
+    for `row_kernels`."""
+    num_rows, dim = array_RD.shape
+    distance = array_RD.stride(0)
+    size = (num_rows - 1) * distance + dim
+    return array_RD.detach().as_strided((size,), (1,), array_RD.storage_offset()).numpy(), distance

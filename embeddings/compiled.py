@@ -1,0 +1,65 @@
+"""Loops over memory as machine code: what NumPy and torch need many passes for, in one.
+
+A function marked `compiled` is compiled by Numba at its first call with arguments of new types, and
+kept on disk: beside its module, or in the user's cache folder (`NUMBA_CACHE_DIR` says another).
+Within it the arithmetic is IEEE's, in the written order, for fp32 and fp64 alike; the GIL isn't
+held; indices are not checked, so whoever calls checks them.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import numba
+import torch
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+_LEAST_PART = 256
+"""Items below which it isn't worth waking another thread."""
+
+
+def compiled(function: _Function) -> _Function:
+    """Marks a function of arrays and numbers to be compiled."""
+    options: Any = {"nogil": True, "error_model": "numpy"}
+    kernel: Any
+    try:
+        kernel = numba.njit(function, cache=True, **options)
+    except RuntimeError:  # No folder to keep it in: it is compiled in each process.
+        kernel = numba.njit(function, **options)
+    typed: _Function = kernel
+    return typed
+
+
+def in_parts(kernel: Callable[..., None], num_items: int, *args: Any) -> None:
+    """`kernel(first, stop, *args)` over `0 … num_items`, in as many parts as torch has threads.
+
+    For kernels that treat each item apart: the result doesn't depend on the number of threads.
+
+    Args:
+        kernel: a `compiled` function.
+        num_items: what `first` and `stop` count.
+        args: the same for all parts.
+    """
+    num_parts = min(torch.get_num_threads(), num_items // _LEAST_PART)
+    if num_parts <= 1:
+        kernel(0, num_items, *args)
+        return
+    bounds = [num_items * part // num_parts for part in range(num_parts + 1)]
+    pool = _pool(os.getpid(), torch.get_num_threads())
+    mine, *parts = itertools.pairwise(bounds)
+    others = [pool.submit(kernel, *part, *args) for part in parts]
+    kernel(*mine, *args)
+    for part in others:
+        part.result()
+
+
+@functools.lru_cache(maxsize=1)
+def _pool(process_id: int, num_threads: int) -> ThreadPoolExecutor:
+    """Of one process: a forked one has none of its parent's threads."""
+    return ThreadPoolExecutor(num_threads - 1, thread_name_prefix=f"compiled-{process_id}")
