@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import cast
 
 import torch
+import torch.distributed as dist
 
 from data.errors import UserError
 from data.manifest import Manifest
@@ -18,6 +20,7 @@ from embeddings.plan import Plan
 from embeddings.row_optim import RowOptimizerConfig, RowOptimizerName
 from embeddings.sharded import Backend, ShardedEmbeddings, Wire
 from embeddings.shared_memory import SharedMemory, why_not_shared
+from embeddings.sockets import connect_ranks
 from embeddings.table import FeatureConfig, Pooling, TableConfig
 
 _RECENT_STEPS = 256
@@ -140,15 +143,38 @@ def communicator(context: WorkerContext, launch: LaunchConfig) -> Communicator:
     """The ranks of a run, as the tables and the dense network communicate with them.
 
     Raises:
-        UserError: where `launch.transport=shared_memory` can't be had.
+        UserError: where the `launch.transport` that is asked for can't be had.
     """
     if context.world_size == 1:
         return SingleProcess()
-    reason = "it isn't asked for" if launch.transport == "gloo" else why_not_shared()
-    if reason is not None and launch.transport == "shared_memory":
-        raise UserError(
-            f"launch.transport=shared_memory can't be had: {reason}; set launch.transport=auto"
-        )
-    comm = ProcessGroup() if reason is not None else SharedMemory(timeout_s=launch.timeout_s)
+    comm = _connected(launch)
     comm.on_wait = context.heartbeat.waiting
     return comm
+
+
+def _connected(launch: LaunchConfig) -> Communicator:
+    asked = launch.transport
+    if asked in ("auto", "shared_memory"):
+        reason = why_not_shared()
+        if reason is None:
+            return SharedMemory(timeout_s=launch.timeout_s)
+        _refuse(asked, "shared_memory", reason)
+    if asked in ("auto", "sockets"):
+        found = connect_ranks(launch.timeout_s)
+        if not isinstance(found, str):
+            return found
+        _refuse(asked, "sockets", found)
+        if dist.get_backend() == "gloo" and dist.get_rank() == 0:
+            warnings.warn(
+                f"ranks exchange over gloo, which is slower than sockets of our own: {found} "
+                "(launch.transport=gloo asks for it)",
+                stacklevel=2,
+            )
+    return ProcessGroup()
+
+
+def _refuse(asked: str, transport: str, reason: str) -> None:
+    if asked == transport:
+        raise UserError(
+            f"launch.transport={transport} can't be had: {reason}; set launch.transport=auto"
+        )

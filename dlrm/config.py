@@ -221,7 +221,7 @@ class TrainConfig:
                     )
 
 
-TRANSPORTS = ("auto", "shared_memory", "gloo")
+TRANSPORTS = ("auto", "shared_memory", "sockets", "gloo")
 
 
 @dataclass
@@ -235,8 +235,9 @@ class LaunchConfig:
     device: str = "cpu"
     """Device of the dense network and the tables: `cpu` or `cuda`; only `cpu` is built so far."""
     transport: str = "auto"
-    """How values travel between CPU workers: `shared_memory`, for workers of one host, or `gloo`;
-    `auto`: shared memory where all are on one host and no network interface is asked for."""
+    """How values travel between CPU workers: `shared_memory`, for workers of one host; `sockets`,
+    TCP connections of our own; or `gloo`. `auto`: shared memory where all are on one host and no
+    network interface is asked for, else sockets, else, with a warning, gloo."""
     num_threads: int | None = None
     """Threads of torch in a worker; null: cores / workers, at least 1, and no more than
     OMP_NUM_THREADS where that is set. One process keeps torch's default."""

@@ -177,22 +177,21 @@ def collectives_of(spans: Iterable[Span]) -> list[Collective]:
     """The collectives in the order of their issue.
 
     A mark says what the next call of `c10d` carries. gloo takes that up when one of its threads is
-    free, perhaps after later calls of another type, but those of one type in their order. In shared
-    memory nothing takes it up: it ends with the wait for it.
+    free, perhaps after later calls of another type, but those of one type in their order. Where no
+    such call follows, in shared memory and over sockets, nothing tells of it until it is waited
+    for.
     """
     in_order = sorted(spans, key=lambda s: s.start_ms)
     flights: dict[str, deque[Span]] = defaultdict(deque)
     for span in in_order:
         if span.name.startswith(_GLOO):
             flights[_letters(span.name.removeprefix(_GLOO))].append(span)
-    if not any(name != _OBJECTS for name in flights):
-        return _until_waited_for(in_order)
-    found_all = []
+    found_all = _until_waited_for(in_order)
     mark: tuple[str, int, float] | None = None
     for span in in_order:
         if found := _ISSUE.fullmatch(span.name):
             mark = found[1], int(found[2]), span.start_ms
-        elif span.name.startswith(_C10D) and mark is not None:
+        elif _is_call(span) and mark is not None:
             called = _letters(span.name.removeprefix(_C10D))
             for waiting in (w for name, w in flights.items() if called.startswith(name)):
                 while waiting and waiting[0].start_ms < span.start_ms:  # Issued before the trace.
@@ -200,21 +199,32 @@ def collectives_of(spans: Iterable[Span]) -> list[Collective]:
                 if waiting:
                     found_all.append(Collective(*mark, waiting.popleft()))
             mark = None
-    return found_all
+    return sorted(found_all, key=lambda collective: collective.issued_ms)
 
 
 def _until_waited_for(in_order: Sequence[Span]) -> list[Collective]:
-    """Those of shared memory; of one kind they are waited for in the order of their issue."""
+    """Those that `c10d` isn't called for; of one kind they are waited for in the order of their
+    issue."""
     found_all: list[Collective] = []
     issued: dict[str, deque[tuple[str, int, float]]] = defaultdict(deque)
+    last: re.Match[str] | None = None
     for span in in_order:
         if found := _ISSUE.fullmatch(span.name):
             issued[found[1]].append((found[1], int(found[2]), span.start_ms))
+            last = found
+        elif _is_call(span) and last is not None:
+            issued[last[1]].pop()
+            last = None
         elif span.name.startswith(_WAIT) and issued[span.name.removeprefix(_WAIT)]:
             mark = issued[span.name.removeprefix(_WAIT)].popleft()
             flight = replace(span, start_ms=mark[2], ms=span.end_ms - mark[2])
             found_all.append(Collective(*mark, flight))
-    return sorted(found_all, key=lambda collective: collective.issued_ms)
+    return found_all
+
+
+def _is_call(span: Span) -> bool:
+    """Whether a collective is called for; objects are none that was marked."""
+    return span.name.startswith(_C10D) and not span.name.startswith(_C10D + _OBJECTS)
 
 
 def name_trace(trace: dict[str, Any], rank: int) -> None:

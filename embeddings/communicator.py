@@ -8,7 +8,6 @@ own.
 
 from __future__ import annotations
 
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,7 +20,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 T = TypeVar("T")
-_NUM_TAGS = 1 << 20
 _PATIENT = timedelta(days=7)
 # What counts as which of `bytes_sent_per_step` in result.json.
 KINDS = ("counts", "ids", "rows", "grads", "replicas", "squares", "norm", "dense", "other")
@@ -204,32 +202,18 @@ class SingleProcess(Communicator):
 class ProcessGroup(Communicator):
     """A torch.distributed process group (gloo or NCCL), which must be initialised.
 
-    Over a network, gloo's all-to-all carries the two directions of a pair one after the other.
-    `pairwise`, an all-to-all is messages between pairs instead, every receive posted before the
-    first send, which run both ways at once; so is the all-reduce of two ranks, who send each other
-    all and add. Bytes, sums and their order are the same. Over loopback there is nothing to gain.
-
     Args:
         group: the group; None for the default one.
-        pairwise: see above, the same on all ranks; None: with gloo, unless GLOO_SOCKET_IFNAME says
-            on every rank that the network is loopback.
 
     Raises:
         PeerLost: by any wait, where another rank is gone or silent for longer than the group's
             timeout (`launch.timeout_s`).
     """
 
-    def __init__(
-        self, group: dist.ProcessGroup | None = None, *, pairwise: bool | None = None
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         super().__init__(dist.get_rank(group), dist.get_world_size(group))
         self._group = group
-        self._num_messages = 0
         self.transport = str(dist.get_backend(group))
-        if pairwise is None:
-            is_network = os.environ.get("GLOO_SOCKET_IFNAME") != "lo"
-            pairwise = dist.get_backend(group) == "gloo" and any(self.all_gather_object(is_network))
-        self._pairwise = pairwise
 
     def _all_to_all(
         self,
@@ -239,10 +223,6 @@ class ProcessGroup(Communicator):
         recv: Tensor,
         recv_splits: Sequence[int],
     ) -> Pending:
-        if self._pairwise:
-            outgoing, incoming = send.split(list(send_splits)), recv.split(list(recv_splits))
-            incoming[self.rank].copy_(outgoing[self.rank])
-            return self._issue(kind, recv, lambda: self._messages(outgoing, incoming))
         return self._issue(
             kind,
             recv,
@@ -259,37 +239,9 @@ class ProcessGroup(Communicator):
         )
 
     def _all_reduce(self, kind: str, values: Tensor) -> Pending:
-        if self._pairwise and self.world_size == 2:
-            received = torch.empty_like(values)
-            both = [values, values], [received, received]
-            return self._issue(
-                kind, values, lambda: self._messages(*both), lambda: values.add_(received)
-            )
         return self._issue(
             kind, values, lambda: [dist.all_reduce(values, group=self._group, async_op=True)]
         )
-
-    def _messages(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> list[dist.Work]:
-        """Posts a receive from every other rank, then the sends; parts without values don't travel.
-
-        Every exchange has a tag of its own, so that several may be under way.
-        """
-        self._num_messages = tag = (self._num_messages + 1) % _NUM_TAGS
-        # Each begins with another peer: not all send to the same one at once.
-        peers = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
-        works = [
-            dist.irecv(incoming[peer], group=self._group, tag=tag, group_src=peer)
-            for peer in reversed(peers)
-            if incoming[peer].numel()
-        ]
-        works += [
-            dist.isend(outgoing[peer], group=self._group, tag=tag, group_dst=peer)
-            for peer in peers
-            if outgoing[peer].numel()
-        ]
-        issued = [work for work in works if work is not None]
-        assert len(issued) == len(works), "this rank isn't in the group"
-        return issued
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """See `Communicator`; the processes of one run trust each other's pickles."""
@@ -302,15 +254,9 @@ class ProcessGroup(Communicator):
     def duplicate(self) -> ProcessGroup:
         """See `Communicator`; over gloo, whatever this group's backend."""
         group = dist.new_group(backend="gloo", timeout=_PATIENT)
-        return ProcessGroup(group, pairwise=self._pairwise)
+        return ProcessGroup(group)
 
-    def _issue(
-        self,
-        kind: str,
-        values: Tensor,
-        start: Callable[[], list[dist.Work]],
-        after: Callable[[], Any] = lambda: None,
-    ) -> Pending:
+    def _issue(self, kind: str, values: Tensor, start: Callable[[], list[dist.Work]]) -> Pending:
         try:
             works = start()
         except RuntimeError as error:
@@ -321,7 +267,6 @@ class ProcessGroup(Communicator):
 
         def finish() -> None:
             self._blocking(kind, lambda: [work.wait() for work in works])
-            after()
 
         return Pending(values, finish)
 

@@ -102,7 +102,7 @@ class SharedMemory(ProcessGroup):
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, timeout_s: float) -> None:
-        super().__init__(group, pairwise=False)
+        super().__init__(group)
         assert self.world_size > 1, "one process has nobody to share with"
         self.transport = "shared memory"
         self._timeout_s = timeout_s

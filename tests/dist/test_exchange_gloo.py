@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import pytest
 import torch
-import torch.distributed as dist
+
 
 from data.batch import JaggedIds
 from embeddings import (
@@ -28,6 +28,7 @@ from embeddings import (
     TableConfig,
     sum_kv,
 )
+from embeddings.sockets import Sockets, connect_ranks
 from tests.dist.worker_pool import WorkerPool, Workers
 from tests.sharding_cases import (
     FEATURES,
@@ -61,16 +62,21 @@ def train_rank(
     return train(ProcessGroup(), model, plan, batches)
 
 
-def train_pairwise(
+def over_sockets() -> Sockets:
+    comm = connect_ranks(20.0)
+    assert isinstance(comm, Sockets), comm
+    return comm
+
+
+def train_over_sockets(
     rank: int, world_size: int, model: Model, plan: Plan, batches: list[JaggedIds]
 ) -> History:
-    # A group of its own: ranks send unequal numbers of messages.
-    return train(ProcessGroup(dist.new_group(), pairwise=True), model, plan, batches)
+    return train(over_sockets(), model, plan, batches)
 
 
-def reduce_pairwise(rank: int, world_size: int) -> list[torch.Tensor]:
+def reduce_over_sockets(rank: int, world_size: int) -> list[torch.Tensor]:
     """Several sums under way at once, waited for in another order than issued."""
-    comm = ProcessGroup(dist.new_group(), pairwise=True)
+    comm = over_sockets()
     values = [torch.arange(5.0) * (rank + 1), torch.full((3,), 10.0**rank), torch.ones(0)]
     pending = [comm.all_reduce("dense", value) for value in values]
     return [pending[index].wait() for index in (1, 0, 2)]
@@ -205,19 +211,19 @@ def test_10_steps_of_a_mixed_plan_equal_the_oracle(
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_messages_between_pairs_equal_the_collectives(workers: Workers, world_size: int) -> None:
+def test_sockets_equal_the_collectives(workers: Workers, world_size: int) -> None:
     """As over a network; the bits, and what is counted, are those of loopback."""
     model = Model(RowOptimizerConfig("rowwise_adagrad", eps=1e-6))
     plan = plan_of("mixed", world_size, "mixed")
     batches = draw_batches(model, "weighted", 4)
     pool = workers(world_size)
     collectives = pool.run(train_rank, model, plan, batches)
-    pairwise = pool.run(train_pairwise, model, plan, batches)
-    assert_equal_runs(pairwise, train_reference(model, batches))
-    for found, expected in zip(pairwise, collectives, strict=True):
+    over_own = pool.run(train_over_sockets, model, plan, batches)
+    assert_equal_runs(over_own, train_reference(model, batches))
+    for found, expected in zip(over_own, collectives, strict=True):
         assert found.sent_bytes == expected.sent_bytes
         assert found.num_collectives == expected.num_collectives
-    for found in pool.run(reduce_pairwise):
+    for found in pool.run(reduce_over_sockets):
         assert found[0].tolist() == [sum(10.0**rank for rank in range(world_size))] * 3
         weights = world_size * (world_size + 1) / 2
         assert found[1].tolist() == [weights * value for value in range(5)]

@@ -62,7 +62,7 @@ def torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"device": "tpu"}, "launch.device=tpu"),
         (
             {"nproc": 2, "transport": "nccl"},
-            "launch.transport=nccl: must be one of auto, shared_memory, gloo",
+            "launch.transport=nccl: must be one of auto, shared_memory, sockets, gloo",
         ),
     ],
 )
@@ -90,7 +90,7 @@ def test_the_command_line_reaches_it() -> None:
     assert compose_config("train", "launch.timeout_s=5").launch.timeout_s == 5.0
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
+@pytest.mark.parametrize("transport", ["shared_memory", "sockets", "gloo"])
 def test_one_process_has_no_transport(transport: str) -> None:
     with pytest.warns(UserWarning, match=f"^launch.transport={transport} is ignored: there is one"):
         LaunchConfig(transport=transport)

@@ -1,0 +1,258 @@
+"""A thread that carries messages over sockets, in machine code: it never asks for the interpreter.
+
+Messages of a pair of ranks are sent, and received into their places, in the order in which they are
+posted; each is preceded by its number and its size, so that two ranks that don't agree on what
+comes next find out.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import numba
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from embeddings.compiled import compiled
+
+Int64Array = npt.NDArray[np.int64]
+Int32Array = npt.NDArray[np.int32]
+
+SEND, RECEIVE = 0, 1
+FINE, CLOSED, BROKEN, UNEXPECTED = 0, 1, 2, 3
+"""States of a socket: works; the other end is gone; an error; another message than was posted."""
+_REASONS = {
+    CLOSED: "the connection is closed",
+    BROKEN: "the connection is broken",
+    UNEXPECTED: "it sent another message than is due: the ranks don't run the same program",
+}
+_QUEUE_LENGTH = 256
+_HEADER_BYTES = 16
+_STOP, _NUM_FLAGS = 0, 1
+_POLLIN, _POLLOUT, _POLLERR, _POLLHUP = 1, 4, 8, 16
+_MSG_DONTWAIT, _MSG_NOSIGNAL, _MSG_MORE = 0x40, 0x4000, 0x8000  # Linux's numbers.
+
+_int, _size, _address = numba.types.int32, numba.types.int64, numba.types.uintp
+_poll: Any = numba.types.ExternalFunction("poll", _int(_address, _size, _int))
+_send: Any = numba.types.ExternalFunction("send", _size(_int, _address, _size, _int))
+_recv: Any = numba.types.ExternalFunction("recv", _size(_int, _address, _size, _int))
+_read: Any = numba.types.ExternalFunction("read", _size(_int, _address, _size))
+_write: Any = numba.types.ExternalFunction("write", _size(_int, _address, _size))
+
+
+class SocketError(Exception):
+    """A socket that is needed doesn't work any more, or nothing came in time.
+
+    Attributes:
+        peer: its place among the sockets.
+    """
+
+    def __init__(self, peer: int, text: str) -> None:
+        super().__init__(text)
+        self.peer = peer
+
+
+class SocketEngine:
+    """Carries messages over connected stream sockets, one to each peer.
+
+    Used by one thread. What is posted mustn't be changed (sent) or read (received) before `wait`
+    has returned for it.
+
+    Args:
+        sockets: connected; they are closed by `close`.
+        timeout_s: see `wait`.
+    """
+
+    def __init__(self, sockets: Sequence[socket.socket], *, timeout_s: float) -> None:
+        num_peers = len(sockets)
+        self._sockets, self._timeout_s = list(sockets), timeout_s
+        for connected in sockets:
+            connected.setblocking(False)
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # By direction and peer: a ring of (address, bytes), how many were posted, how many done.
+        self._queues = np.zeros((2, num_peers, _QUEUE_LENGTH, 2), dtype=np.int64)
+        self._posted = np.zeros((2, num_peers), dtype=np.int64)
+        self._done = np.zeros((2, num_peers), dtype=np.int64)
+        self._states = np.zeros(num_peers, dtype=np.int64)
+        self._flags = np.zeros(_NUM_FLAGS, dtype=np.int64)
+        self._tensors: list[list[deque[Tensor]]] = [
+            [deque() for _ in sockets] for _ in (SEND, RECEIVE)
+        ]
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._news = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        files = np.array([*(s.fileno() for s in sockets), self._wake, self._news], dtype=np.int32)
+        self._thread = threading.Thread(
+            target=_carry,
+            args=(files, self._queues, self._posted, self._done, self._states, self._flags),
+            name="sockets",
+            daemon=True,
+        )
+        self._thread.start()
+
+    def post(self, direction: int, peer: int, values: Tensor) -> int:
+        """Queues a message; returns its number, for `wait`.
+
+        Args:
+            direction: `SEND` or `RECEIVE`.
+            peer: place of the socket.
+            values: contiguous, on the CPU; what is sent or filled. Of the same number of bytes at
+                both ends.
+        """
+        assert values.is_contiguous(), "a message is one piece of memory"
+        posted = int(self._posted[direction, peer])
+        if posted - int(self._done[direction, peer]) == _QUEUE_LENGTH:
+            self.wait(direction, peer, posted - _QUEUE_LENGTH + 1)
+        kept = self._tensors[direction][peer]
+        while len(kept) > posted - int(self._done[direction, peer]):
+            kept.popleft()
+        kept.append(values)
+        self._queues[direction, peer, posted % _QUEUE_LENGTH] = values.data_ptr(), values.nbytes
+        self._posted[direction, peer] = posted + 1
+        return posted + 1
+
+    def start(self) -> None:
+        """Has the thread look at what was posted."""
+        os.eventfd_write(self._wake, 1)
+
+    def wait(self, direction: int, peer: int, number: int) -> None:
+        """Until the message of this number is carried.
+
+        Raises:
+            SocketError: the peer is gone, or was silent for longer than `timeout_s`.
+        """
+        if self._done[direction, peer] >= number:
+            return
+        until_s = time.monotonic() + self._timeout_s
+        news = select.poll()
+        news.register(self._news, select.POLLIN)
+        while self._done[direction, peer] < number:
+            state = int(self._states[peer])
+            # A message may have been carried right before the socket broke.
+            if state != FINE and self._done[direction, peer] < number:
+                raise SocketError(peer, _REASONS[state])
+            if not news.poll(max(0.0, until_s - time.monotonic()) * 1e3):
+                raise SocketError(peer, f"nothing for {self._timeout_s:g} s")
+            os.eventfd_read(self._news)
+
+    def close(self) -> None:
+        """Ends the thread and closes the sockets; what is under way may be lost."""
+        if self._flags[_STOP]:
+            return
+        self._flags[_STOP] = 1
+        self.start()
+        self._thread.join()
+        for connected in self._sockets:
+            connected.close()
+        os.close(self._wake)
+        os.close(self._news)
+
+
+@compiled
+def _carry(
+    files: Int32Array,
+    queues: Int64Array,
+    posted: Int64Array,
+    done: Int64Array,
+    states: Int64Array,
+    flags: Int64Array,
+) -> None:
+    """The thread: until it is told to stop, waits for sockets with something to do, and does it."""
+    num_peers = states.shape[0]
+    news = files[num_peers + 1]
+    # struct pollfd: int file; short events, revents.
+    polled = np.zeros((num_peers + 1, 2), dtype=np.int32)
+    polled[num_peers, 0] = files[num_peers]
+    polled[num_peers, 1] = _POLLIN
+    # By direction and peer, of the message at hand: its header and how many bytes are carried.
+    headers = np.zeros((2, num_peers, 2), dtype=np.int64)
+    carried = np.zeros((2, num_peers), dtype=np.int64)
+    counter = np.zeros(1, dtype=np.int64)
+    while flags[_STOP] == 0:
+        for peer in range(num_peers):
+            events = 0
+            if posted[SEND, peer] > done[SEND, peer]:
+                events |= _POLLOUT
+            if posted[RECEIVE, peer] > done[RECEIVE, peer]:
+                events |= _POLLIN
+            # One with nothing to do isn't looked at: that it is closed would be told again and
+            # again.
+            is_used = events != 0 and states[peer] == FINE
+            polled[peer, 0] = files[peer] if is_used else -1
+            polled[peer, 1] = events
+        _poll(polled.ctypes.data, num_peers + 1, -1)
+        if polled[num_peers, 1] >> 16:
+            _read(files[num_peers], counter.ctypes.data, 8)
+        is_news = False
+        for peer in range(num_peers):
+            found = polled[peer, 1] >> 16
+            if polled[peer, 0] < 0 or found == 0:
+                continue
+            for direction in (RECEIVE, SEND):
+                before = done[direction, peer]
+                _advance(
+                    direction, peer, files[peer], queues, posted, done, states, headers, carried
+                )
+                is_news |= done[direction, peer] != before
+            if states[peer] == FINE and found & (_POLLERR | _POLLHUP):
+                # What had come was read; what is wanted besides won't come.
+                states[peer] = CLOSED if found & _POLLHUP else BROKEN
+            is_news |= states[peer] != FINE
+        if is_news:
+            counter[0] = 1
+            _write(news, counter.ctypes.data, 8)
+
+
+@compiled
+def _advance(
+    direction: int,
+    peer: int,
+    file: int,
+    queues: Int64Array,
+    posted: Int64Array,
+    done: Int64Array,
+    states: Int64Array,
+    headers: Int64Array,
+    carried: Int64Array,
+) -> None:
+    """Carries a peer's messages of one direction as far as the socket goes along."""
+    header = headers[direction, peer]
+    while done[direction, peer] < posted[direction, peer]:
+        number = done[direction, peer]
+        address = queues[direction, peer, number % _QUEUE_LENGTH, 0]
+        num_bytes = queues[direction, peer, number % _QUEUE_LENGTH, 1]
+        offset = carried[direction, peer]
+        if direction == SEND and offset == 0:
+            header[0], header[1] = number, num_bytes
+        if offset < _HEADER_BYTES:
+            start, size = header.ctypes.data + offset, _HEADER_BYTES - offset
+            flags = _MSG_DONTWAIT | _MSG_NOSIGNAL | (_MSG_MORE if num_bytes else 0)
+        else:
+            flags = _MSG_DONTWAIT | _MSG_NOSIGNAL
+            start, size = address + offset - _HEADER_BYTES, num_bytes + _HEADER_BYTES - offset
+        if size:
+            if direction == SEND:
+                moved = _send(file, start, size, flags)
+            else:
+                moved = _recv(file, start, size, _MSG_DONTWAIT)
+                if moved == 0:
+                    states[peer] = CLOSED
+            if moved <= 0:
+                return
+            offset += moved
+        carried[direction, peer] = offset
+        if offset < _HEADER_BYTES:
+            continue
+        if direction == RECEIVE and (header[0] != number or header[1] != num_bytes):
+            states[peer] = UNEXPECTED
+            return
+        if offset == _HEADER_BYTES + num_bytes:
+            carried[direction, peer] = 0
+            done[direction, peer] = number + 1

@@ -1,0 +1,244 @@
+"""Collectives over TCP connections of our own, for ranks on several hosts.
+
+A message costs a few system calls on one thread that needs neither locks nor the interpreter. Over
+gloo, posting a message waits for the thread that is at work on another, and a small exchange takes
+several times as long (docs/benchmarks.md).
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import struct
+import sys
+import time
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from embeddings.communicator import PeerLost, Pending, ProcessGroup
+from embeddings.socket_engine import RECEIVE, SEND, SocketEngine, SocketError
+
+_BACKLOG = 128
+_SECRET_BYTES = 16
+_GREETING = struct.Struct(f"<{_SECRET_BYTES}sQ")  # The run's secret, the rank that connects.
+_LONGEST_CONNECT_S = 20.0
+_SIOCGIFADDR = 0x8915
+
+
+def connect_ranks(timeout_s: float, group: dist.ProcessGroup | None = None) -> Sockets | str:
+    """The ranks of a group over sockets, or in words why that can't be.
+
+    Called by all ranks, with the same outcome on each: where one pair can't be connected, there are
+    none.
+
+    Args:
+        timeout_s: see `Sockets`; also, up to 20 s, of the connecting.
+        group: the group; None for the default one.
+    """
+    backend = dist.get_backend(group)
+    if backend != "gloo":
+        return f"the ranks communicate through {backend}"
+    comm = ProcessGroup(group)
+    sockets: dict[int, socket.socket] = {}
+    reason = None if sys.platform == "linux" else "it is built for Linux only"
+    if not any(comm.all_gather_object(reason)):
+        reason = _connect(comm, sockets, min(timeout_s, _LONGEST_CONNECT_S))
+    reasons = [text for text in comm.all_gather_object(reason) if text]
+    if reasons:
+        for connected in sockets.values():
+            connected.close()
+        return str(reasons[0])
+    return Sockets(sockets, group, timeout_s=timeout_s)
+
+
+class Sockets(ProcessGroup):
+    """The ranks of a gloo group, each connected to each by TCP; made by `connect_ranks`.
+
+    Who owns what: values stay where the caller has them; a thread sends from there and receives
+    there (`SocketEngine`).
+
+    Phases of a collective: issued, its messages are posted, receives first, and the thread carries
+    them both ways at once while the caller goes on; waited for, they are there.
+
+    Collectives, per rank: an all-to-all is a message to and from each other rank, also where it is
+    empty. An all-reduce of two ranks is one of all values both ways, and a sum: as many bytes as a
+    ring takes, and its bits. Of more ranks it is gloo's. Objects and barriers go through gloo.
+
+    Args:
+        sockets: a connected one for each other rank.
+        group: the group; None for the default one.
+        timeout_s: see `PeerLost`.
+
+    Raises:
+        PeerLost: by any wait, where another rank is gone, or silent for longer than `timeout_s`.
+    """
+
+    def __init__(
+        self,
+        sockets: dict[int, socket.socket],
+        group: dist.ProcessGroup | None = None,
+        *,
+        timeout_s: float,
+    ) -> None:
+        super().__init__(group)
+        self.transport = "sockets"
+        # Each rank begins with another one: not all send to the same one at once.
+        peers = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
+        self._place_of_peer = {peer: place for place, peer in enumerate(peers)}
+        self._engine = SocketEngine([sockets[peer] for peer in peers], timeout_s=timeout_s)
+        weakref.finalize(self, self._engine.close)
+
+    def _all_to_all(
+        self,
+        kind: str,
+        send: Tensor,
+        send_splits: Sequence[int],
+        recv: Tensor,
+        recv_splits: Sequence[int],
+    ) -> Pending:
+        outgoing, incoming = send.split(list(send_splits)), recv.split(list(recv_splits))
+        pending = self._exchange(kind, outgoing, incoming, recv)
+        incoming[self.rank].copy_(outgoing[self.rank])
+        return pending
+
+    def _all_reduce(self, kind: str, values: Tensor) -> Pending:
+        if self.world_size > 2:
+            return super()._all_reduce(kind, values)
+        received = torch.empty_like(values)
+        exchanged = self._exchange(kind, [values, values], [received, received], values)
+
+        def finish() -> None:
+            exchanged.wait()
+            values.add_(received)
+
+        return Pending(values, finish)
+
+    def _exchange(
+        self, kind: str, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], values: Tensor
+    ) -> Pending:
+        """Posts a message from and to every other rank."""
+        posted: list[tuple[int, int, int]] = []
+        with self._blames(kind):
+            for direction, parts in ((RECEIVE, incoming), (SEND, outgoing)):
+                for peer, place in self._place_of_peer.items():
+                    number = self._engine.post(direction, place, parts[peer])
+                    posted.append((direction, place, number))
+        self._engine.start()
+
+        def finish() -> None:
+            self.on_wait(kind)
+            with self._blames(kind):
+                for direction, place, number in posted:
+                    self._engine.wait(direction, place, number)
+            self.on_wait(None)
+
+        return Pending(values, finish)
+
+    def _blames(self, kind: str) -> _Blame:
+        return _Blame(self.rank, kind, list(self._place_of_peer))
+
+
+class _Blame:
+    """Makes `PeerLost` of a socket's error, which names the other rank."""
+
+    def __init__(self, rank: int, kind: str, peers: Sequence[int]) -> None:
+        self._rank, self._kind, self._peers = rank, kind, peers
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:
+        # `on_wait` isn't reset: what this rank waited for is what the launcher is to see.
+        if isinstance(error, SocketError):
+            peer = self._peers[error.peer]
+            raise PeerLost(
+                f"rank {self._rank}, waiting for {self._kind}: rank {peer}: {error}"
+            ) from error
+
+
+def _connect(comm: ProcessGroup, sockets: dict[int, socket.socket], limit_s: float) -> str | None:
+    """A connection to every other rank: each connects to those before it. What can't say the run's
+    secret is turned away. Returns what went wrong."""
+    until_s = time.monotonic() + limit_s
+    reason: str | None = None
+    listener: socket.socket | None = None
+    try:
+        listener = socket.create_server((_own_address(), 0), backlog=_BACKLOG)
+    except OSError as error:
+        reason = f"rank {comm.rank} can't listen: {error}"
+    secret = secrets.token_bytes(_SECRET_BYTES)
+    address = None if listener is None else listener.getsockname()[:2]
+    of_ranks = comm.all_gather_object((address, secret))
+    secret = of_ranks[0][1]
+    if listener is None or any(address is None for address, _ in of_ranks):
+        return reason
+    with listener:
+        peer = comm.rank
+        try:
+            for peer in range(comm.rank):
+                left_s = max(0.1, until_s - time.monotonic())
+                sockets[peer] = socket.create_connection(of_ranks[peer][0], left_s)
+                sockets[peer].sendall(_GREETING.pack(secret, comm.rank))
+            while len(sockets) < comm.world_size - 1:
+                peer = next(r for r in range(comm.world_size) if r not in (comm.rank, *sockets))
+                listener.settimeout(max(0.1, until_s - time.monotonic()))
+                connected, _ = listener.accept()
+                rank = _greeted(connected, secret, until_s)
+                if rank is None or rank in sockets or not comm.rank < rank < comm.world_size:
+                    connected.close()
+                else:
+                    sockets[rank] = connected
+        except OSError as error:
+            host, port = of_ranks[peer][0]
+            return f"ranks {comm.rank} and {peer} ({host}:{port}) can't be connected: {error}"
+    return None
+
+
+def _greeted(connected: socket.socket, secret: bytes, until_s: float) -> int | None:
+    """The rank at the other end; None for a stranger."""
+    greeting = b""
+    try:
+        while len(greeting) < _GREETING.size:
+            # A stranger may say nothing: the ranks aren't kept waiting by it.
+            connected.settimeout(max(0.1, min(2.0, until_s - time.monotonic())))
+            part = connected.recv(_GREETING.size - len(greeting))
+            if not part:
+                return None
+            greeting += part
+    except OSError:
+        return None
+    said, rank = _GREETING.unpack(greeting)
+    return int(rank) if secrets.compare_digest(said, secret) else None
+
+
+def _own_address() -> str:
+    """Where the other ranks reach this one: on the interface that GLOO_SOCKET_IFNAME names, else on
+    that which leads to MASTER_ADDR.
+
+    Raises:
+        OSError: where there is none.
+    """
+    interfaces = os.environ.get("GLOO_SOCKET_IFNAME")
+    if interfaces:
+        return _address_of(interfaces.split(",")[0])
+    master = os.environ.get("MASTER_ADDR") or socket.gethostname()
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((master, 1))  # Sends nothing; it only chooses a way.
+        address: str = probe.getsockname()[0]
+    return address
+
+
+def _address_of(interface: str) -> str:
+    """The IPv4 address of a network interface."""
+    import fcntl
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        request = struct.pack("256s", interface.encode()[:15])
+        answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+    return socket.inet_ntoa(answer[20:24])
