@@ -20,8 +20,8 @@ import torch
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-_LEAST_PART = 256
-"""Items below which it isn't worth waking another thread."""
+_LEAST_ITEMS = 256
+"""Of a part; of fewer, another thread isn't worth waking."""
 
 
 def compiled(function: _Function) -> _Function:
@@ -46,7 +46,7 @@ def in_parts(kernel: Callable[..., None], num_items: int, *args: Any) -> None:
         num_items: what `first` and `stop` count.
         args: the same for all parts.
     """
-    num_parts = min(torch.get_num_threads(), num_items // _LEAST_PART)
+    num_parts = min(torch.get_num_threads(), num_items // _LEAST_ITEMS)
     if num_parts <= 1:
         kernel(0, num_items, *args)
         return

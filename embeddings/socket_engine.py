@@ -25,6 +25,8 @@ from embeddings.compiled import compiled
 
 Int64Array = npt.NDArray[np.int64]
 Int32Array = npt.NDArray[np.int32]
+Message = tuple[int, int, int]
+"""Direction, peer and number of one that is posted."""
 
 SEND, RECEIVE = 0, 1
 FINE, CLOSED, BROKEN, UNEXPECTED = 0, 1, 2, 3
@@ -35,6 +37,7 @@ _REASONS = {
     UNEXPECTED: "it sent another message than is due: the ranks don't run the same program",
 }
 _QUEUE_LENGTH = 256
+_LONGEST_POLL_S = 3600.0  # poll takes milliseconds, as a 32-bit integer.
 _HEADER_BYTES = 16
 _STOP, _NUM_FLAGS = 0, 1
 _POLLIN, _POLLOUT, _POLLERR, _POLLHUP = 1, 4, 8, 16
@@ -86,19 +89,23 @@ class SocketEngine:
         self._tensors: list[list[deque[Tensor]]] = [
             [deque() for _ in sockets] for _ in (SEND, RECEIVE)
         ]
+        shared = (self._queues, self._posted, self._done, self._states, self._flags)
+        # Compiled here, where an error is seen, and before messages wait for it: it ends at once.
+        self._flags[_STOP] = 1
+        _carry(np.empty(num_peers + 2, dtype=np.int32), *shared)
+        self._flags[_STOP] = 0
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._news = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._told = select.poll()
+        self._told.register(self._news, select.POLLIN)
         files = np.array([*(s.fileno() for s in sockets), self._wake, self._news], dtype=np.int32)
         self._thread = threading.Thread(
-            target=_carry,
-            args=(files, self._queues, self._posted, self._done, self._states, self._flags),
-            name="sockets",
-            daemon=True,
+            target=_carry, args=(files, *shared), name="sockets", daemon=True
         )
         self._thread.start()
 
-    def post(self, direction: int, peer: int, values: Tensor) -> int:
-        """Queues a message; returns its number, for `wait`.
+    def post(self, direction: int, peer: int, values: Tensor) -> Message:
+        """Queues a message; returns what `wait` takes.
 
         Args:
             direction: `SEND` or `RECEIVE`.
@@ -109,38 +116,43 @@ class SocketEngine:
         assert values.is_contiguous(), "a message is one piece of memory"
         posted = int(self._posted[direction, peer])
         if posted - int(self._done[direction, peer]) == _QUEUE_LENGTH:
-            self.wait(direction, peer, posted - _QUEUE_LENGTH + 1)
+            self.wait([(direction, peer, posted - _QUEUE_LENGTH + 1)])
         kept = self._tensors[direction][peer]
         while len(kept) > posted - int(self._done[direction, peer]):
             kept.popleft()
         kept.append(values)
         self._queues[direction, peer, posted % _QUEUE_LENGTH] = values.data_ptr(), values.nbytes
         self._posted[direction, peer] = posted + 1
-        return posted + 1
+        return direction, peer, posted + 1
 
     def start(self) -> None:
         """Has the thread look at what was posted."""
         os.eventfd_write(self._wake, 1)
 
-    def wait(self, direction: int, peer: int, number: int) -> None:
-        """Until the message of this number is carried.
+    def wait(self, messages: Sequence[Message]) -> None:
+        """Until these messages are carried.
 
         Raises:
-            SocketError: the peer is gone, or was silent for longer than `timeout_s`.
+            SocketError: the peer of one of them is gone, whether or not others were still to come
+                before; or nothing came for longer than `timeout_s`.
         """
-        if self._done[direction, peer] >= number:
-            return
         until_s = time.monotonic() + self._timeout_s
-        news = select.poll()
-        news.register(self._news, select.POLLIN)
-        while self._done[direction, peer] < number:
-            state = int(self._states[peer])
-            # A message may have been carried right before the socket broke.
-            if state != FINE and self._done[direction, peer] < number:
-                raise SocketError(peer, _REASONS[state])
-            if not news.poll(max(0.0, until_s - time.monotonic()) * 1e3):
-                raise SocketError(peer, f"nothing for {self._timeout_s:g} s")
-            os.eventfd_read(self._news)
+        while True:
+            # Read first: a message may have been carried right before the socket broke.
+            states = self._states.copy()
+            messages = [
+                (d, peer, number) for d, peer, number in messages if self._done[d, peer] < number
+            ]
+            if not messages:
+                return
+            for _, peer, _ in messages:
+                if states[peer] != FINE:
+                    raise SocketError(peer, _REASONS[int(states[peer])])
+            left_s = until_s - time.monotonic()
+            if left_s <= 0:
+                raise SocketError(messages[0][1], f"nothing for {self._timeout_s:g} s")
+            if self._told.poll(min(left_s, _LONGEST_POLL_S) * 1e3):
+                os.eventfd_read(self._news)
 
     def close(self) -> None:
         """Ends the thread and closes the sockets; what is under way may be lost."""

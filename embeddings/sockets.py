@@ -15,6 +15,7 @@ import sys
 import time
 import weakref
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from embeddings.communicator import PeerLost, Pending, ProcessGroup
-from embeddings.socket_engine import RECEIVE, SEND, SocketEngine, SocketError
+from embeddings.socket_engine import RECEIVE, SEND, Message, SocketEngine, SocketError
 
 _BACKLOG = 128
 _SECRET_BYTES = 16
@@ -123,19 +124,17 @@ class Sockets(ProcessGroup):
         self, kind: str, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], values: Tensor
     ) -> Pending:
         """Posts a message from and to every other rank."""
-        posted: list[tuple[int, int, int]] = []
+        posted: list[Message] = []
         with self._blames(kind):
             for direction, parts in ((RECEIVE, incoming), (SEND, outgoing)):
                 for peer, place in self._place_of_peer.items():
-                    number = self._engine.post(direction, place, parts[peer])
-                    posted.append((direction, place, number))
+                    posted.append(self._engine.post(direction, place, parts[peer]))
         self._engine.start()
 
         def finish() -> None:
             self.on_wait(kind)
             with self._blames(kind):
-                for direction, place, number in posted:
-                    self._engine.wait(direction, place, number)
+                self._engine.wait(posted)
             self.on_wait(None)
 
         return Pending(values, finish)
@@ -165,20 +164,20 @@ class _Blame:
 def _connect(comm: ProcessGroup, sockets: dict[int, socket.socket], limit_s: float) -> str | None:
     """A connection to every other rank: each connects to those before it. What can't say the run's
     secret is turned away. Returns what went wrong."""
-    until_s = time.monotonic() + limit_s
     reason: str | None = None
     listener: socket.socket | None = None
     try:
         listener = socket.create_server((_own_address(), 0), backlog=_BACKLOG)
     except OSError as error:
         reason = f"rank {comm.rank} can't listen: {error}"
-    secret = secrets.token_bytes(_SECRET_BYTES)
-    address = None if listener is None else listener.getsockname()[:2]
-    of_ranks = comm.all_gather_object((address, secret))
-    secret = of_ranks[0][1]
-    if listener is None or any(address is None for address, _ in of_ranks):
-        return reason
-    with listener:
+    with listener or nullcontext():
+        address = None if listener is None else listener.getsockname()[:2]
+        of_ranks = comm.all_gather_object((address, secrets.token_bytes(_SECRET_BYTES)))
+        if listener is None or any(address is None for address, _ in of_ranks):
+            return reason
+        secret = of_ranks[0][1]
+        # From here: a rank may have waited for a name server.
+        until_s = time.monotonic() + limit_s
         peer = comm.rank
         try:
             for peer in range(comm.rank):
