@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from embeddings.communicator import Communicator, Pending
 
-BUCKET_BYTES = 1 << 20
+BUCKET_BYTES = 1 << 19
 _NUM_EXTRA = 2
 """Values of the first bucket besides gradients: the loss, and whether a rank is to stop."""
 
@@ -18,7 +18,7 @@ class DenseReducer:
     """Sums the dense gradients (and the loss) over the ranks.
 
     Every rank holds the whole dense network and computes its samples' share of the global mean, so
-    gradients are *summed*. They are copied into flat buckets of about 1 MiB in the order in which
+    gradients are *summed*. They are copied into flat buckets of about 512 KiB in the order in which
     backward makes them, the last layer's first; the loss is one more value of the first bucket, and
     so is whether a rank was told to stop: all ranks then know of it after the same step, and before
     the last bucket has come.
