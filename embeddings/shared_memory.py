@@ -38,6 +38,7 @@ _CREDENTIALS = struct.Struct("iII")
 _ALIGN_BYTES = 64
 _BACKLOG = 128
 _PAGE_BYTES = mmap.PAGESIZE
+_LONGEST_POLL_MS = 3_600_000.0  # poll takes no more than 31 bits of them.
 
 
 def why_not_shared(group: dist.ProcessGroup | None = None) -> str | None:
@@ -124,6 +125,7 @@ class SharedMemory(ProcessGroup):
         incoming[self.rank].copy_(outgoing[self.rank])
 
         def read() -> None:
+            self._await(number)
             for peer in self._peers:
                 incoming[peer].copy_(self._receive(peer, number, incoming[peer]))
 
@@ -133,6 +135,7 @@ class SharedMemory(ProcessGroup):
         number = self._publish(kind, [(tuple(self._peers), values)])
 
         def read() -> None:
+            self._await(number)
             parts = [
                 values if rank == self.rank else self._receive(rank, number, values)
                 for rank in range(self.world_size)
@@ -166,25 +169,50 @@ class SharedMemory(ProcessGroup):
         try:
             until_s = time.monotonic() + self._timeout_s
             while not peer.tell(self._number, buffer, start, size):
-                others = {other.socket.fileno(): other for other in self._peers.values()}
-                ready = select.poll()
-                for file in others:
-                    ready.register(file, select.POLLIN)
-                ready.register(peer.socket, select.POLLIN | select.POLLOUT)
-                found = ready.poll(max(0.0, until_s - time.monotonic()) * 1e3)
-                if not found:
-                    raise _PeerError(peer.rank, f"nothing for {self._timeout_s:g} s")
-                for file, event in found:
-                    if event != select.POLLOUT:
-                        others[file].take_message()
+                self._poll([*self._peers.values()], until_s, full=peer)
+                for other in self._peers.values():
+                    other.take_message()
         except _PeerError as error:
             raise self._lost_peer(kind, error.peer, error) from error
         except OSError as error:
             raise self._lost_peer(kind, peer.rank, error) from error
 
+    def _await(self, number: int) -> None:
+        """Until every other rank has told of its values for a collective.
+
+        Raises:
+            _PeerError: of the first that is found to be gone, whichever are waited for besides; or
+                of one that is silent.
+        """
+        until_s = time.monotonic() + self._timeout_s
+        missing = list(self._peers.values())
+        while True:
+            missing = [peer for peer in missing if not peer.has_told(number)]
+            if not missing:
+                return
+            self._poll(missing, until_s)
+
+    def _poll(
+        self, peers: Sequence[_Peer], until_s: float, *, full: _Peer | None = None
+    ) -> None:
+        """Until one of the peers has sent something, or what is sent to `full` may be taken.
+
+        Raises:
+            _PeerError: none did before that time.
+        """
+        ready = select.poll()
+        for peer in peers:
+            ready.register(peer.socket, select.POLLIN)
+        if full is not None:
+            ready.register(full.socket, select.POLLIN | select.POLLOUT)
+        while not ready.poll(min(_LONGEST_POLL_MS, max(0.0, until_s - time.monotonic()) * 1e3)):
+            if time.monotonic() >= until_s:
+                silent = full if full is not None else peers[0]
+                raise _PeerError(silent.rank, f"nothing for {self._timeout_s:g} s")
+
     def _receive(self, peer: int, number: int, like: Tensor) -> Tensor:
         """The values that another rank has for this one, where they lie."""
-        values = self._peers[peer].receive(number)
+        values = self._peers[peer].take_values(number)
         assert values.numel() == like.nbytes, (peer, values.numel(), like.nbytes)
         return values.view(like.dtype).view(like.shape)
 
@@ -233,7 +261,7 @@ class SharedMemory(ProcessGroup):
             ) from error
         # Each rank begins with another one: not all read what the same one wrote.
         order = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
-        return {rank: _Peer(rank, sockets[rank], self._timeout_s) for rank in order}
+        return {rank: _Peer(rank, sockets[rank]) for rank in order}
 
     def _open_sockets(self, sockets: dict[int, socket.socket]) -> None:
         """Each rank connects to those before it, who know it by its pid; what else connects is
@@ -294,10 +322,9 @@ class _Peer:
         unread: by the number of the collective, the buffers with values that it has yet to read.
     """
 
-    def __init__(self, rank: int, connected: socket.socket, timeout_s: float) -> None:
+    def __init__(self, rank: int, connected: socket.socket) -> None:
         self.rank, self.socket = rank, connected
         self.unread: dict[int, _Buffer] = {}
-        self._timeout_s = timeout_s
         self._mapped: dict[int, Tensor] = {}
         self._arrived: dict[int, Tensor] = {}
         self._have_read: list[int] = []
@@ -322,24 +349,31 @@ class _Peer:
         buffer.known_to.add(self.rank)
         return True
 
-    def receive(self, number: int) -> Tensor:
-        """The values of a collective, uint8, once it has them.
+    def has_told(self, number: int) -> bool:
+        """Whether the values of a collective are there, by what has come so far.
 
         Raises:
             _PeerError: see there.
         """
         while number not in self._arrived:
-            self.take_message()
+            if not self.take_message():
+                return False
+        return True
+
+    def take_values(self, number: int) -> Tensor:
+        """Those of a collective that it has told of, uint8."""
         return self._arrived.pop(number)
 
-    def take_message(self) -> None:
-        """Waits for the next one.
+    def take_message(self) -> bool:
+        """Takes the next one; False where none has come.
 
         Raises:
             _PeerError: see there.
         """
         try:
             message, files = self._next_message()
+        except BlockingIOError:
+            return False
         except OSError as error:
             raise _PeerError(self.rank, str(error)) from error
         if not message:
@@ -355,24 +389,18 @@ class _Peer:
             self._mapped[buffer] = _map(file)
             os.close(file)
         self._arrived[number] = self._mapped[buffer][start : start + size]
+        return True
 
     def _next_message(self) -> tuple[bytes, list[int]]:
-        until_s = time.monotonic() + self._timeout_s
-        was_reset = False
-        while True:
+        for was_reset in (False, True):
             try:
                 message, files, _, _ = socket.recv_fds(self.socket, _MOST_BYTES, 1)
                 return message, files
-            except BlockingIOError:
-                ready = select.poll()
-                ready.register(self.socket, select.POLLIN)
-                if not ready.poll(max(0.0, until_s - time.monotonic()) * 1e3):
-                    raise _PeerError(self.rank, f"nothing for {self._timeout_s:g} s") from None
             except ConnectionResetError:
                 # Told once, before what the other end sent when it was still there.
                 if was_reset:
                     raise
-                was_reset = True
+        raise AssertionError("unreachable")
 
 
 def _map(file: int) -> Tensor:

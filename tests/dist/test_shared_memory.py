@@ -588,7 +588,6 @@ def test_why_not_shared_says_the_same_on_all_ranks(
         ("auto", "lo", "SharedMemory"),
         ("shared_memory", "lo", "SharedMemory"),
         ("gloo", "lo", "ProcessGroup"),
-        ("auto", "eth0", "ProcessGroup"),
         ("gloo", "eth0", "ProcessGroup"),
     ],
 )
