@@ -192,9 +192,7 @@ class SharedMemory(ProcessGroup):
                 return
             self._poll(missing, until_s)
 
-    def _poll(
-        self, peers: Sequence[_Peer], until_s: float, *, full: _Peer | None = None
-    ) -> None:
+    def _poll(self, peers: Sequence[_Peer], until_s: float, *, full: _Peer | None = None) -> None:
         """Until one of the peers has sent something, or what is sent to `full` may be taken.
 
         Raises:
