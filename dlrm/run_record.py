@@ -77,7 +77,15 @@ class RunRecord:
 def versions() -> dict[str, str]:
     """Versions of what the figures depend on."""
     found = {"torch": str(torch.__version__)}
-    for name in ("fbgemm-gpu-cpu", "fbgemm-gpu", "numpy", "pyarrow", "hydra-core", "dlrm-system"):
+    for name in (
+        "fbgemm-gpu-cpu",
+        "fbgemm-gpu",
+        "numpy",
+        "numba",
+        "pyarrow",
+        "hydra-core",
+        "dlrm-system",
+    ):
         try:
             found[name] = version(name)
         except PackageNotFoundError:

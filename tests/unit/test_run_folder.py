@@ -69,7 +69,7 @@ RESULT_TYPES: dict[str, Any] = {
     "world_size": int,
     "seed": int,
     "num_threads": int,
-    "versions": {"torch": str, "numpy": str, "pyarrow": str, "hydra-core": str},
+    "versions": {"torch": str, "numpy": str, "numba": str, "pyarrow": str, "hydra-core": str},
     "config_digest": str,
     "plan_digest": str,
     "plan_reasons": {"C1": str},
