@@ -75,7 +75,7 @@ class Collective:
         kind: see `embeddings.communicator.KINDS`.
         sent_bytes: to other ranks.
         issued_ms: on the trace's clock.
-        flight: from when gloo takes it up to its end.
+        flight: from when gloo takes it up (else, from its issue) to its end.
     """
 
     kind: str
@@ -216,6 +216,7 @@ def _until_waited_for(in_order: Sequence[Span]) -> list[Collective]:
             issued[last[1]].pop()
             last = None
         elif span.name.startswith(_WAIT) and issued[span.name.removeprefix(_WAIT)]:
+            last = None
             mark = issued[span.name.removeprefix(_WAIT)].popleft()
             flight = replace(span, start_ms=mark[2], ms=span.end_ms - mark[2])
             found_all.append(Collective(*mark, flight))

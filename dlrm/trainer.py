@@ -91,6 +91,7 @@ class Trainer:
         self.is_first = self.comm.rank == 0
         self.say = say if self.is_first else lambda line: None
         self.embeddings = build_embeddings(config, dataset.manifest, plan=plan, comm=self.comm)
+        self.embeddings.compile_loops()
         self.model = build_model(config, dataset.manifest)
         self.hot_set: RunHotSet | None = None
         if self.embeddings.host is not None:

@@ -12,7 +12,7 @@ import functools
 import itertools
 import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
 import numba
@@ -54,9 +54,12 @@ def in_parts(kernel: Callable[..., None], num_items: int, *args: Any) -> None:
     pool = _pool(os.getpid(), torch.get_num_threads())
     mine, *parts = itertools.pairwise(bounds)
     others = [pool.submit(kernel, *part, *args) for part in parts]
-    kernel(*mine, *args)
-    for part in others:
-        part.result()
+    try:
+        kernel(*mine, *args)
+    finally:
+        wait(others)  # Whatever happens here, they write to the arrays.
+    for other in others:
+        other.result()
 
 
 @functools.lru_cache(maxsize=1)

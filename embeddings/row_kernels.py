@@ -1,5 +1,5 @@
 """The update rules of `row_optim`, row by row in the arrays themselves: each row and its state are
-read once and written once.
+read once and written once (with weight decay, rows are read once more before).
 
 Of `rows_K[first:stop]`, distinct and there; gradients hold their weight decay already. An array is
 given as a flat one and the distance between the starts of its rows, so that a row may be a part of

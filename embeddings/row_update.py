@@ -11,9 +11,10 @@ from torch import Tensor
 
 from embeddings import row_kernels
 from embeddings.compiled import in_parts
-from embeddings.row_optim import RowOptimizerConfig, decayed, row_squares, update_rows
+from embeddings.row_optim import RowOptimizerConfig, decayed, row_squares, state_widths, update_rows
 
 _UPDATE_BLOCK_BYTES = 1 << 18
+_KERNEL_BLOCK_BYTES = 1 << 24
 
 
 def update_in_place(
@@ -48,7 +49,20 @@ def update_in_place(
         IndexError: for a row that isn't there.
     """
     if row_state_K1 is None and _has_kernel(weights, *states.values()):
-        _update_by_kernel(optimizer, weights, states, rows_K, grads_KD, lr=lr, num_steps=num_steps)
+        _check_rows(optimizer, weights, states, rows_K, grads_KD)
+        # In blocks for the little that is worked out for all of a block's rows before.
+        block_rows = max(1, _KERNEL_BLOCK_BYTES // max(1, weights.shape[1] * weights.itemsize))
+        for low in range(0, rows_K.numel(), block_rows):
+            block = slice(low, low + block_rows)
+            _update_by_kernel(
+                optimizer,
+                weights,
+                states,
+                rows_K[block],
+                grads_KD[block],
+                lr=lr,
+                num_steps=num_steps,
+            )
         return
     block_rows = max(1, _UPDATE_BLOCK_BYTES // (weights.shape[1] * weights.element_size()))
     for low in range(0, rows_K.numel(), block_rows):
@@ -71,6 +85,17 @@ def update_in_place(
                 state.index_copy_(0, block_rows_K, touched[name])
 
 
+def compile_rule(optimizer: RowOptimizerConfig, dtype: torch.dtype) -> None:
+    """Compiles a rule's kernel, if that wasn't done before: not within the first step, for which
+    other ranks wait."""
+    weights, rows_K = torch.zeros(1, 1, dtype=dtype), torch.zeros(1, dtype=torch.int64)
+    states = {
+        name: torch.ones(1, width, dtype=dtype)
+        for name, width in state_widths(optimizer, 1).items()
+    }
+    update_in_place(optimizer, weights, states, rows_K, weights.clone(), lr=0.0, num_steps=1)
+
+
 def _has_kernel(*arrays: Tensor) -> bool:
     return all(
         array.device.type == "cpu"
@@ -78,6 +103,28 @@ def _has_kernel(*arrays: Tensor) -> bool:
         and array.dtype in (torch.float32, torch.float64)
         for array in arrays
     )
+
+
+def _check_rows(
+    optimizer: RowOptimizerConfig,
+    weights: Tensor,
+    states: Mapping[str, Tensor],
+    rows_K: Tensor,
+    grads_KD: Tensor,
+) -> None:
+    """Kernels check no index and no type."""
+    num_rows, dim = weights.shape
+    assert grads_KD.shape == (rows_K.numel(), dim), (grads_KD.shape, rows_K.shape, dim)
+    assert grads_KD.dtype == weights.dtype, (grads_KD.dtype, weights.dtype)
+    widths = state_widths(optimizer, dim)
+    assert set(states) == set(widths), (list(states), list(widths))
+    for name, width in widths.items():
+        assert states[name].shape == (num_rows, width), (name, states[name].shape, num_rows, width)
+        assert states[name].dtype == weights.dtype, (name, states[name].dtype, weights.dtype)
+    if rows_K.numel():
+        first, last = int(rows_K.min()), int(rows_K.max())
+        if first < 0 or last >= num_rows:
+            raise IndexError(f"rows {first} … {last} of {num_rows}")
 
 
 def _update_by_kernel(
@@ -90,18 +137,15 @@ def _update_by_kernel(
     lr: float,
     num_steps: int,
 ) -> None:
-    num_rows, dim = weights.shape
-    assert grads_KD.shape == (rows_K.numel(), dim), (grads_KD.shape, rows_K.shape, dim)
-    assert grads_KD.dtype == weights.dtype, (grads_KD.dtype, weights.dtype)
     if not grads_KD.numel():
         return
-    keys: Any = rows_K.numpy()
-    if keys.min() < 0 or keys.max() >= num_rows:
-        raise IndexError(f"rows {keys.min()} … {keys.max()} of {num_rows}")
+    dim, keys = weights.shape[1], rows_K.numpy()
     if optimizer.weight_decay:
         grads_KD = decayed(optimizer, weights.index_select(0, rows_K), grads_KD)
     grads: Any = grads_KD.detach().contiguous().numpy()
-    arrays: list[Any] = [part for array in (weights, *states.values()) for part in _flat(array)]
+    # In the order of the kernels' arguments.
+    in_order = [weights, *(states[name] for name in state_widths(optimizer, dim))]
+    arrays: list[Any] = [part for array in in_order for part in _flat(array)]
     number = arrays[0].dtype.type  # fp64 constants would have the kernels compute in fp64.
     eps = number(optimizer.eps)
     update: tuple[Any, ...]
@@ -113,6 +157,7 @@ def _update_by_kernel(
         squares_K1 = row_squares(grads_KD.detach(), dim).numpy()
         update = row_kernels.rowwise_adagrad, squares_K1, number(lr), eps
     else:
+        assert num_steps >= 1, "Adam's first step is number 1: begin the step before updating rows"
         beta1, beta2 = optimizer.beta1, optimizer.beta2
         step_size = lr * math.sqrt(1 - beta2**num_steps) / (1 - beta1**num_steps)
         shares = number(1 - beta1), number(beta2), number(1 - beta2)

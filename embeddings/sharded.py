@@ -24,6 +24,7 @@ from embeddings.replicas import ReplicaRows, Replicas
 from embeddings.router import BagRows, GroupPlan, IdOutOfRange, Router
 from embeddings.row_optim import ROW_STATE, RowOptimizerConfig
 from embeddings.row_squares import RowSquares
+from embeddings.row_update import compile_rule
 from embeddings.store import RowsPart, RowStore
 from embeddings.table import FeatureConfig, TableConfig, validate_tables
 from embeddings.table_group import ColumnRange, local_groups, tables_everywhere
@@ -239,6 +240,14 @@ class ShardedEmbeddings:
             for group, group_features in enumerate(self._router.features_of_group):
                 if group_features:
                     self._fused[group] = FusedGroup(self.store, group, len(group_features))
+
+    def compile_loops(self) -> None:
+        """Compiles what `apply` runs, where that wasn't done before: not within the first step, for
+        which other ranks wait."""
+        if self.backend == "torch":
+            compile_rule(self.store.optimizer, self.dtype)
+            one = KVGradients(0, torch.zeros(1, dtype=torch.int64), torch.zeros(1, 1))
+            are_disjoint([one, one])
 
     # ------------------------------------------------------------------------------------ plan
 

@@ -268,7 +268,7 @@ class SharedMemory(ProcessGroup):
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
             listener.bind(name)
             listener.listen(_BACKLOG)
-            listener.settimeout(self._timeout_s)
+            listener.settimeout(min(self._timeout_s, _LONGEST_POLL_MS / 1e3))
             of_ranks = self.all_gather_object((name, os.getpid()))
             rank_of_pid = {pid: rank for rank, (_, pid) in enumerate(of_ranks) if rank > self.rank}
             for rank in range(self.rank):

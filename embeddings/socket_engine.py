@@ -2,7 +2,7 @@
 
 Messages of a pair of ranks are sent, and received into their places, in the order in which they are
 posted; each is preceded by its number and its size, so that two ranks that don't agree on what
-comes next find out.
+comes next find out. What the threads tell each other relies on x86's order of memory accesses.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ _QUEUE_LENGTH = 256
 _LONGEST_POLL_S = 3600.0  # poll takes milliseconds, as a 32-bit integer.
 _HEADER_BYTES = 16
 _STOP, _NUM_FLAGS = 0, 1
-_POLLIN, _POLLOUT, _POLLERR, _POLLHUP = 1, 4, 8, 16
+_POLLIN, _POLLOUT, _POLLERR, _POLLHUP, _POLLNVAL = 1, 4, 8, 16, 32
+_LOOK_MS = 200
+"""After so long without a word from the kernel, the thread looks for itself."""
 _MSG_DONTWAIT, _MSG_NOSIGNAL, _MSG_MORE = 0x40, 0x4000, 0x8000  # Linux's numbers.
 _SOL_SOCKET, _SO_RCVLOWAT = 1, 18
 _MOST_AWAITED_BYTES = 1 << 18
@@ -207,8 +209,9 @@ def _carry(
                 missing = _HEADER_BYTES - offset
                 if missing <= 0:
                     missing += queues[RECEIVE, peer, place, 1]
+                missing = min(missing, _MOST_AWAITED_BYTES)
                 if missing != awaited[peer, 0] and missing > 0:
-                    awaited[peer, 0] = min(missing, _MOST_AWAITED_BYTES)
+                    awaited[peer, 0] = missing
                     address = awaited[peer].ctypes.data
                     _setsockopt(files[peer], _SOL_SOCKET, _SO_RCVLOWAT, address, 4)
             # One with nothing to do isn't looked at: that it is closed would be told again and
@@ -216,13 +219,17 @@ def _carry(
             is_used = events != 0 and states[peer] == FINE
             polled[peer, 0] = files[peer] if is_used else -1
             polled[peer, 1] = events
-        _poll(polled.ctypes.data, num_peers + 1, -1)
+        is_idle = True
+        for peer in range(num_peers):
+            is_idle &= polled[peer, 0] < 0
+        num_found = _poll(polled.ctypes.data, num_peers + 1, -1 if is_idle else _LOOK_MS)
         if polled[num_peers, 1] >> 16:
             _read(files[num_peers], counter.ctypes.data, 8)
         is_news = False
         for peer in range(num_peers):
             found = polled[peer, 1] >> 16
-            if polled[peer, 0] < 0 or found == 0:
+            # Old kernels may not tell that as much has come as is awaited.
+            if polled[peer, 0] < 0 or (found == 0 and num_found > 0):
                 continue
             for direction in (RECEIVE, SEND):
                 before = done[direction, peer]
@@ -230,7 +237,7 @@ def _carry(
                     direction, peer, files[peer], queues, posted, done, states, headers, carried
                 )
                 is_news |= done[direction, peer] != before
-            if states[peer] == FINE and found & (_POLLERR | _POLLHUP):
+            if states[peer] == FINE and found & (_POLLERR | _POLLHUP | _POLLNVAL):
                 # What had come was read; what is wanted besides won't come.
                 states[peer] = CLOSED if found & _POLLHUP else BROKEN
             is_news |= states[peer] != FINE

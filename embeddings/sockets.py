@@ -8,6 +8,7 @@ several times as long (docs/benchmarks.md).
 from __future__ import annotations
 
 import os
+import platform
 import secrets
 import socket
 import struct
@@ -39,7 +40,7 @@ def connect_ranks(timeout_s: float, group: dist.ProcessGroup | None = None) -> S
     none.
 
     Args:
-        timeout_s: see `Sockets`; also, up to 20 s, of the connecting.
+        timeout_s: of a collective; and, up to 20 s, of the connecting.
         group: the group; None for the default one.
     """
     backend = dist.get_backend(group)
@@ -47,15 +48,38 @@ def connect_ranks(timeout_s: float, group: dist.ProcessGroup | None = None) -> S
         return f"the ranks communicate through {backend}"
     comm = ProcessGroup(group)
     sockets: dict[int, socket.socket] = {}
-    reason = None if sys.platform == "linux" else "it is built for Linux only"
+    engine: SocketEngine | None = None
+    reason = _why_not_here()
     if not any(comm.all_gather_object(reason)):
         reason = _connect(comm, sockets, min(timeout_s, _LONGEST_CONNECT_S))
+        if len(sockets) == comm.world_size - 1:
+            try:
+                in_order = [sockets[peer] for peer in _peers(comm)]
+                engine = SocketEngine(in_order, timeout_s=timeout_s)
+            except Exception as error:  # Whatever it is, the other ranks are to know.
+                reason = f"rank {comm.rank}: {type(error).__name__}: {error}"
     reasons = [text for text in comm.all_gather_object(reason) if text]
-    if reasons:
-        for connected in sockets.values():
-            connected.close()
-        return str(reasons[0])
-    return Sockets(sockets, group, timeout_s=timeout_s)
+    if not reasons:
+        assert engine is not None
+        return Sockets(engine, group)
+    if engine is not None:
+        engine.close()
+    for connected in sockets.values():
+        connected.close()
+    return str(reasons[0])
+
+
+def _why_not_here() -> str | None:
+    if sys.platform != "linux" or not hasattr(os, "eventfd"):
+        return "it is built for Linux only"
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return f"it isn't built for {platform.machine()}"
+    return None
+
+
+def _peers(comm: ProcessGroup) -> list[int]:
+    """The other ranks. Each begins with another one: not all send to the same one at once."""
+    return [(comm.rank + step) % comm.world_size for step in range(1, comm.world_size)]
 
 
 class Sockets(ProcessGroup):
@@ -72,28 +96,20 @@ class Sockets(ProcessGroup):
     ring takes, and its bits. Of more ranks it is gloo's. Objects and barriers go through gloo.
 
     Args:
-        sockets: a connected one for each other rank.
+        engine: with a socket to each other rank, in the order of `_peers`.
         group: the group; None for the default one.
-        timeout_s: see `PeerLost`.
 
     Raises:
-        PeerLost: by any wait, where another rank is gone, or silent for longer than `timeout_s`.
+        PeerLost: by any wait, where another rank is gone, or what it sends isn't there within the
+            engine's `timeout_s`.
     """
 
-    def __init__(
-        self,
-        sockets: dict[int, socket.socket],
-        group: dist.ProcessGroup | None = None,
-        *,
-        timeout_s: float,
-    ) -> None:
+    def __init__(self, engine: SocketEngine, group: dist.ProcessGroup | None = None) -> None:
         super().__init__(group)
         self.transport = "sockets"
-        # Each rank begins with another one: not all send to the same one at once.
-        peers = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
-        self._place_of_peer = {peer: place for place, peer in enumerate(peers)}
-        self._engine = SocketEngine([sockets[peer] for peer in peers], timeout_s=timeout_s)
-        weakref.finalize(self, self._engine.close)
+        self._place_of_peer = {peer: place for place, peer in enumerate(_peers(self))}
+        self._engine = engine
+        weakref.finalize(self, engine.close)
 
     def _all_to_all(
         self,
@@ -168,7 +184,7 @@ def _connect(comm: ProcessGroup, sockets: dict[int, socket.socket], limit_s: flo
     listener: socket.socket | None = None
     try:
         listener = socket.create_server((_own_address(), 0), backlog=_BACKLOG)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         reason = f"rank {comm.rank} can't listen: {error}"
     with listener or nullcontext():
         address = None if listener is None else listener.getsockname()[:2]

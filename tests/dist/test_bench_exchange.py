@@ -1,4 +1,4 @@
-"""`dlrm bench exchange` over two ranks: whatever the exchange, the same rows after the same steps."""
+"""`dlrm bench exchange` over two ranks: whatever the exchange, the same rows after equal steps."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def check(rank: int, world_size: int, task: CheckTask) -> list[PassResult]:
     return check_with(ProcessGroup(), task)
 
 
-# Every world size, exchange and rule over a network; tests/unit/test_check.py has more pairs of them.
+# Every world size, exchange and rule over a network; tests/unit/test_check.py has more pairs.
 @pytest.mark.parametrize(
     ("world_size", "layout", "exchange", "optimizer"),
     [

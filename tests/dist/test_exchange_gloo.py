@@ -17,7 +17,6 @@ from typing import TypeVar
 import pytest
 import torch
 
-
 from data.batch import JaggedIds
 from embeddings import (
     FeatureConfig,

@@ -133,6 +133,27 @@ def held() -> tuple[int, list[str]]:
     return len(os.listdir("/proc/self/fd")), sorted(t.name for t in threading.enumerate())
 
 
+def test_a_socket_that_does_not_tell_of_what_has_come_is_looked_at(
+    plain: list[socket.socket],
+) -> None:
+    """As with old kernels, where a socket may never have as many bytes as it is to tell of."""
+    one, other = tcp_pair()
+    plain.append(other)
+    ours = SocketEngine([one], timeout_s=TIMEOUT_S)
+    sent = draw(5, torch.float64, 0)
+    found = torch.empty_like(sent)
+    message = post(ours, RECEIVE, found)
+    awaited = (socket.SOL_SOCKET, socket.SO_RCVLOWAT)
+    until_s = time.monotonic() + TIMEOUT_S
+    while one.getsockopt(*awaited) != HEADER.size and time.monotonic() < until_s:
+        pass
+    one.setsockopt(*awaited, 1 << 20)
+    other.sendall(message_of(0, sent))
+    ours.wait([message])
+    assert torch.equal(found, sent)
+    ours.close()
+
+
 def test_a_message_may_come_in_any_pieces(engine: Engines, plain: list[socket.socket]) -> None:
     """Also its header; empty ones in between."""
     ours = engine()

@@ -43,6 +43,7 @@ def make_rows(
 
 @given(
     name=st.sampled_from(RULES),
+    beta1=st.sampled_from([0.0, 0.4, 0.8]),
     weight_decay=st.sampled_from([0.0, 0.3]),
     num_rows=st.integers(1, 40),
     dim=st.integers(1, 33),
@@ -52,6 +53,7 @@ def make_rows(
 )
 def test_touched_rows_follow_the_rule_and_no_others_change(
     name: RowOptimizerName,
+    beta1: float,
     weight_decay: float,
     num_rows: int,
     dim: int,
@@ -59,7 +61,7 @@ def test_touched_rows_follow_the_rule_and_no_others_change(
     seed: int,
     data: st.DataObject,
 ) -> None:
-    rule = RowOptimizerConfig(name=name, weight_decay=weight_decay, beta1=0.8, beta2=0.95)
+    rule = RowOptimizerConfig(name=name, weight_decay=weight_decay, beta1=beta1, beta2=0.95)
     generator = torch.Generator().manual_seed(seed)
     weights, state = make_rows(rule, num_rows, dim, dtype, generator)
     rows_K = torch.randperm(num_rows, generator=generator)[: data.draw(st.integers(0, num_rows))]
@@ -140,6 +142,47 @@ def test_a_row_that_is_not_there_is_an_error_and_changes_nothing(row: int) -> No
     rows_K = torch.tensor([1, row])
     with pytest.raises(IndexError):
         update_in_place(rule, weights, {}, rows_K, torch.ones(2, 2), lr=1.0, num_steps=1)
+    assert not weights.any()
+
+
+@pytest.mark.parametrize("size", [0, 8])
+def test_blocks_of_rows_get_the_bits_of_all_at_once(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rule = RowOptimizerConfig(name="rowwise_adagrad", weight_decay=0.1)
+    results = []
+    for block_bytes in (1 << 20, size):
+        monkeypatch.setattr("embeddings.row_update._KERNEL_BLOCK_BYTES", block_bytes)
+        generator = torch.Generator().manual_seed(0)
+        weights, state = make_rows(rule, 20, 3, torch.float32, generator)
+        rows_K = torch.randperm(20, generator=generator)[:11]
+        grads_KD = torch.randn(11, 3, generator=generator)
+        update_in_place(rule, weights, state, rows_K, grads_KD, lr=0.1, num_steps=1)
+        results.append([weights, *state.values()])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_state_is_taken_by_its_name() -> None:
+    rule = RowOptimizerConfig(name="adam")
+    results = []
+    for names in (("exp_avg", "exp_avg_sq"), ("exp_avg_sq", "exp_avg")):
+        generator = torch.Generator().manual_seed(0)
+        weights, state = make_rows(rule, 5, 3, torch.float32, generator)
+        rows_K, grads_KD = torch.tensor([4, 1]), torch.randn(2, 3, generator=generator)
+        in_order = {name: state[name] for name in names}
+        update_in_place(rule, weights, in_order, rows_K, grads_KD, lr=0.1, num_steps=1)
+        results.append([weights, state["exp_avg"], state["exp_avg_sq"]])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("shape", [(3, 2), (4, 1), (4, 3)])
+def test_state_of_another_shape_or_type_is_refused(shape: tuple[int, int]) -> None:
+    """A kernel would write beside it."""
+    rule, rows_K = RowOptimizerConfig(name="adagrad"), torch.tensor([1])
+    weights, grads_KD = torch.zeros(4, 2), torch.ones(1, 2)
+    for sums in (torch.zeros(shape), torch.zeros(4, 2).double()):
+        with pytest.raises(AssertionError):
+            update_in_place(rule, weights, {"sum": sums}, rows_K, grads_KD, lr=1.0, num_steps=1)
     assert not weights.any()
 
 
