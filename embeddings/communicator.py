@@ -226,21 +226,19 @@ class ProcessGroup(Communicator):
         return self._issue(
             kind,
             recv,
-            lambda: [
-                dist.all_to_all_single(
-                    recv,
-                    send,
-                    list(recv_splits),
-                    list(send_splits),
-                    group=self._group,
-                    async_op=True,
-                )
-            ],
+            lambda: dist.all_to_all_single(
+                recv,
+                send,
+                list(recv_splits),
+                list(send_splits),
+                group=self._group,
+                async_op=True,
+            ),
         )
 
     def _all_reduce(self, kind: str, values: Tensor) -> Pending:
         return self._issue(
-            kind, values, lambda: [dist.all_reduce(values, group=self._group, async_op=True)]
+            kind, values, lambda: dist.all_reduce(values, group=self._group, async_op=True)
         )
 
     def all_gather_object(self, value: Any) -> list[Any]:
@@ -256,9 +254,9 @@ class ProcessGroup(Communicator):
         group = dist.new_group(backend="gloo", timeout=_PATIENT)
         return ProcessGroup(group)
 
-    def _issue(self, kind: str, values: Tensor, start: Callable[[], list[dist.Work]]) -> Pending:
+    def _issue(self, kind: str, values: Tensor, start: Callable[[], dist.Work]) -> Pending:
         try:
-            works = start()
+            work = start()
         except RuntimeError as error:
             # A mistake of our own (sizes, types) isn't another rank's fault.
             if not isinstance(error, dist.DistError) and "gloo" not in str(error):
@@ -266,7 +264,7 @@ class ProcessGroup(Communicator):
             raise self._lost(kind, error) from error
 
         def finish() -> None:
-            self._blocking(kind, lambda: [work.wait() for work in works])
+            self._blocking(kind, work.wait)
 
         return Pending(values, finish)
 

@@ -169,7 +169,7 @@ class SharedMemory(ProcessGroup):
         try:
             until_s = time.monotonic() + self._timeout_s
             while not peer.tell(self._number, buffer, start, size):
-                self._poll([*self._peers.values()], until_s, full=peer)
+                self._poll(list(self._peers.values()), until_s, full=peer)
                 for other in self._peers.values():
                     other.take_message()
         except _PeerError as error:

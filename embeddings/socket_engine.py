@@ -39,7 +39,6 @@ _REASONS = {
 _QUEUE_LENGTH = 256
 _LONGEST_POLL_S = 3600.0  # poll takes milliseconds, as a 32-bit integer.
 _HEADER_BYTES = 16
-_STOP, _NUM_FLAGS = 0, 1
 _POLLIN, _POLLOUT, _POLLERR, _POLLHUP, _POLLNVAL = 1, 4, 8, 16, 32
 _LOOK_MS = 200
 """After so long without a word from the kernel, the thread looks for itself."""
@@ -92,15 +91,15 @@ class SocketEngine:
         self._posted = np.zeros((2, num_peers), dtype=np.int64)
         self._done = np.zeros((2, num_peers), dtype=np.int64)
         self._states = np.zeros(num_peers, dtype=np.int64)
-        self._flags = np.zeros(_NUM_FLAGS, dtype=np.int64)
+        self._is_closed = np.zeros(1, dtype=np.int64)
         self._tensors: list[list[deque[Tensor]]] = [
             [deque() for _ in sockets] for _ in (SEND, RECEIVE)
         ]
-        shared = (self._queues, self._posted, self._done, self._states, self._flags)
+        shared = (self._queues, self._posted, self._done, self._states, self._is_closed)
         # Compiled here, where an error is seen, and before messages wait for it: it ends at once.
-        self._flags[_STOP] = 1
+        self._is_closed[0] = 1
         _carry(np.empty(num_peers + 2, dtype=np.int32), *shared)
-        self._flags[_STOP] = 0
+        self._is_closed[0] = 0
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._news = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._told = select.poll()
@@ -163,9 +162,9 @@ class SocketEngine:
 
     def close(self) -> None:
         """Ends the thread and closes the sockets; what is under way may be lost."""
-        if self._flags[_STOP]:
+        if self._is_closed[0]:
             return
-        self._flags[_STOP] = 1
+        self._is_closed[0] = 1
         self.start()
         self._thread.join()
         for connected in self._sockets:
@@ -181,7 +180,7 @@ def _carry(
     posted: Int64Array,
     done: Int64Array,
     states: Int64Array,
-    flags: Int64Array,
+    is_closed: Int64Array,
 ) -> None:
     """The thread: until it is told to stop, waits for sockets with something to do, and does it."""
     num_peers = states.shape[0]
@@ -197,7 +196,7 @@ def _carry(
     # Bytes of which a socket tells that they have come; else it does so for each packet, and the
     # step on this core is interrupted as often.
     awaited = np.ones((num_peers, 1), dtype=np.int32)
-    while flags[_STOP] == 0:
+    while is_closed[0] == 0:
         for peer in range(num_peers):
             events = 0
             if posted[SEND, peer] > done[SEND, peer]:

@@ -15,9 +15,8 @@ import struct
 import sys
 import time
 import weakref
-from collections.abc import Sequence
-from contextlib import nullcontext
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -72,7 +71,7 @@ def connect_ranks(timeout_s: float, group: dist.ProcessGroup | None = None) -> S
 def _why_not_here() -> str | None:
     if sys.platform != "linux" or not hasattr(os, "eventfd"):
         return "it is built for Linux only"
-    if platform.machine() not in ("x86_64", "AMD64"):
+    if platform.machine() != "x86_64":
         return f"it isn't built for {platform.machine()}"
     return None
 
@@ -155,26 +154,15 @@ class Sockets(ProcessGroup):
 
         return Pending(values, finish)
 
-    def _blames(self, kind: str) -> _Blame:
-        return _Blame(self.rank, kind, list(self._place_of_peer))
-
-
-class _Blame:
-    """Makes `PeerLost` of a socket's error, which names the other rank."""
-
-    def __init__(self, rank: int, kind: str, peers: Sequence[int]) -> None:
-        self._rank, self._kind, self._peers = rank, kind, peers
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:
-        # `on_wait` isn't reset: what this rank waited for is what the launcher is to see.
-        if isinstance(error, SocketError):
-            peer = self._peers[error.peer]
-            raise PeerLost(
-                f"rank {self._rank}, waiting for {self._kind}: rank {peer}: {error}"
-            ) from error
+    @contextmanager
+    def _blames(self, kind: str) -> Iterator[None]:
+        """Makes `PeerLost` of a socket's error, which names the other rank."""
+        try:
+            yield
+        except SocketError as error:
+            # `on_wait` isn't reset: what this rank waited for is what the launcher is to see.
+            peer = _peers(self)[error.peer]
+            raise PeerLost(f"rank {self.rank}, waiting for {kind}: rank {peer}: {error}") from error
 
 
 def _connect(comm: ProcessGroup, sockets: dict[int, socket.socket], limit_s: float) -> str | None:

@@ -123,12 +123,18 @@ def assert_same_bits(found: Tensor, expected: Tensor) -> None:
 
 
 def collectives(rank: int, world_size: int) -> dict[str, list[list[Tensor]]]:
+    """See `gloo_s_and_own`."""
+    return gloo_s_and_own(SharedMemory(timeout_s=TIMEOUT_S))
+
+
+def gloo_s_and_own(own: Communicator) -> dict[str, list[list[Tensor]]]:
     """The same ones over both: what each gave, and what was to come of it. Several at once, waited
     for in an order of each rank's own."""
+    world_size = own.world_size
     found: dict[str, list[list[Tensor]]] = {}
     counters = []
-    for name in ("gloo", "shared"):
-        comm = ProcessGroup() if name == "gloo" else SharedMemory(timeout_s=TIMEOUT_S)
+    for name in ("gloo", "own"):
+        comm = ProcessGroup() if name == "gloo" else own
         results: list[list[Tensor]] = []
         for number, dtype in enumerate(DTYPES):
             under_way = [
@@ -139,8 +145,8 @@ def collectives(rank: int, world_size: int) -> dict[str, list[list[Tensor]]]:
                 reduction(comm, 10 * number + size, dtype, size) for size in (0, 1, 7, 40_000)
             ]
             order = list(range(len(under_way)))
-            if name == "shared":
-                random.Random(rank).shuffle(order)
+            if name == "own":
+                random.Random(own.rank).shuffle(order)
             for index in order:
                 under_way[index][0].wait()
             results += [[pending.wait(), expected] for pending, expected in under_way]
@@ -432,7 +438,7 @@ def test_collectives_equal_gloo_s(world_size: int, workers: Workers) -> None:
     """Of more than two ranks gloo adds in another order: there, the sums are of the ranks' order,
     so all ranks have the same bits."""
     for of_rank in workers(world_size).run(collectives):
-        pairs = zip(of_rank["gloo"], of_rank["shared"], strict=True)
+        pairs = zip(of_rank["gloo"], of_rank["own"], strict=True)
         for number, ((theirs, _), (ours, expected)) in enumerate(pairs):
             assert_same_bits(ours, expected)
             is_exchange = number % 8 < 4

@@ -40,12 +40,12 @@ from embeddings.sockets import Sockets, connect_ranks
 from tests.commands import dlrm, read_result, tiny, without_plots
 from tests.dist import train_entries
 from tests.dist.test_shared_memory import (
-    DTYPES,
     INTERFACE,
     assert_same_bits,
     draw,
     draw_splits,
     exchange,
+    gloo_s_and_own,
     no_more_files,
     reduction,
 )
@@ -394,31 +394,8 @@ def connect() -> Sockets:
 
 
 def collectives(rank: int, world_size: int) -> dict[str, list[list[Tensor]]]:
-    """The same ones over both: what each gave, and what was to come of it. Several at once, waited
-    for in an order of each rank's own."""
-    found: dict[str, list[list[Tensor]]] = {}
-    counters = []
-    for name in ("gloo", "sockets"):
-        comm = ProcessGroup() if name == "gloo" else connect()
-        results: list[list[Tensor]] = []
-        for number, dtype in enumerate(DTYPES):
-            under_way = [
-                exchange(comm, 10 * number + seed, dtype, draw_splits(world_size, seed))
-                for seed in range(4)
-            ]
-            under_way += [
-                reduction(comm, 10 * number + size, dtype, size) for size in (0, 1, 7, 40_000)
-            ]
-            order = list(range(len(under_way)))
-            if name == "sockets":
-                random.Random(rank).shuffle(order)
-            for index in order:
-                under_way[index][0].wait()
-            results += [[pending.wait(), expected] for pending, expected in under_way]
-        found[name] = results
-        counters.append((comm.counters.num_collectives, comm.counters.sent_bytes))
-    assert counters[0] == counters[1], "counted otherwise than over gloo"
-    return found
+    """See `gloo_s_and_own`."""
+    return gloo_s_and_own(connect())
 
 
 def many_at_once(rank: int, world_size: int, count: int) -> None:
@@ -671,7 +648,7 @@ def train_without_addresses(context: WorkerContext, task: TrainTask) -> None:
 def test_collectives_equal_gloo_s(world_size: int, workers: Workers) -> None:
     """To the bit, and as counted; of one- and two-byte types, too."""
     for of_rank in workers(world_size).run(collectives):
-        pairs = zip(of_rank["gloo"], of_rank["sockets"], strict=True)
+        pairs = zip(of_rank["gloo"], of_rank["own"], strict=True)
         for number, ((theirs, _), (ours, expected)) in enumerate(pairs):
             assert_same_bits(ours, theirs)
             if number % 8 < 4 or world_size == 2:  # Else gloo adds in another order.
