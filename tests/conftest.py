@@ -21,6 +21,8 @@ from hypothesis import settings
 from data.prepare import RawInputs, prepare
 from data.schema import DenseColumn, LabelColumn, RawFormat, Schema, SparseColumn, Split
 
+pytest_plugins = ["tests.support.durations"]
+
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 
