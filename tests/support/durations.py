@@ -1,9 +1,9 @@
 """Which tests are slow: recorded, not guessed.
 
-`scripts/test --all --record-durations` writes how long each test took, set-up and teardown included, to
-`tests/durations.json`. What took longer than `SLOW_S` there gets the mark `slow`, which the default
-run leaves out; a test with the mark `smoke` stays in it however long it takes. A test that isn't
-recorded yet counts as fast.
+`scripts/test --all --record-durations` writes how long each test took, set-up and teardown
+included, to `tests/durations.json`. What took longer than `SLOW_S` there gets the mark `slow`,
+which the default run leaves out; a test with the mark `smoke` stays in it however long it takes. A
+test that isn't recorded yet counts as fast.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks recorded slow tests, and has the longest files begin first: none is left for the end."""
+    """Marks recorded slow tests; the longest files begin first, so none is left for the end."""
     recorded: dict[str, float] = json.loads(RECORD.read_text()) if RECORD.exists() else {}
     file_s: dict[Path, float] = defaultdict(float)
     for item in items:
