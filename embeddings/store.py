@@ -99,6 +99,11 @@ class RowStore:
         return self._groups
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Type of weights and state."""
+        return self._dtype
+
+    @property
     def optimizer(self) -> RowOptimizerConfig:
         """Rule and constants of the update."""
         return self._optimizer

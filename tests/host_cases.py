@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from data.batch import JaggedIds
 from embeddings import Communicator, Plan, Shard, ShardedEmbeddings, TableConfig, sum_kv
@@ -94,27 +95,39 @@ def train_host(
     embeddings.host.choose_rows(hot)
     tamper(embeddings)
     history = History()
-    staged: deque[tuple[int, int, BatchPlan]] = deque()
+    staged: deque[tuple[int, int, Tensor, list[BatchPlan]]] = deque()
     upcoming = iter(enumerate(batches))
 
     def stage_next() -> None:
         for step, ids in upcoming:
             start, stop = bounds_of_rank(ids.batch_size, step, comm.rank, comm.world_size)
-            planned = embeddings.plan_batch(part_of(ids, start, stop))
-            embeddings.stage([planned])
-            staged.append((start, stop, planned))
+            part = part_of(ids, start, stop)
+            # Under `hotline` in two parts, as the pipeline does: the wholly hot samples first.
+            samples, num_hot = torch.arange(stop - start), stop - start
+            if embeddings.splits_hot:
+                samples, num_hot = embeddings.hot_first(part)
+            parts = [samples[:num_hot], samples[num_hot:]] if embeddings.splits_hot else [samples]
+            planned = [embeddings.plan_batch(part.take(samples_B)) for samples_B in parts]
+            embeddings.stage(planned)
+            staged.append((start, stop, samples, planned))
             return
 
     for step in range(len(batches)):
         between(step, embeddings)
         while len(staged) < settings.window + 1 and len(staged) < len(batches) - step:
             stage_next()
-        start, stop, planned = staged.popleft()
-        pooled_BS = embeddings.lookup(planned)
-        history.pooled.append((start, stop, pooled_BS.detach().clone()))
-        gradient_BS = gradient_of(pooled_BS, planned.global_batch_size)
-        gradients = sum_kv([embeddings.backward(planned, gradient_BS, learning_rate(step))])
-        embeddings.apply(gradients, learning_rate(step))
+        start, stop, samples, planned = staged.popleft()
+        num_samples = batches[step].batch_size
+        pooled, gradients = [], []
+        for plan_of_part in planned:
+            pooled_BS = embeddings.lookup(plan_of_part)
+            pooled.append(pooled_BS.detach().clone())
+            gradient_BS = gradient_of(pooled_BS, num_samples)
+            gradients.append(embeddings.backward(plan_of_part, gradient_BS, learning_rate(step)))
+        pooled_BS = torch.empty_like(torch.cat(pooled))
+        pooled_BS[samples] = torch.cat(pooled)
+        history.pooled.append((start, stop, pooled_BS))
+        embeddings.apply(sum_kv(gradients), learning_rate(step))
     history.tables = read_tables(embeddings, model)
     embeddings.close()
     return history, embeddings
