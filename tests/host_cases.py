@@ -12,7 +12,16 @@ import torch
 from torch import Tensor
 
 from data.batch import JaggedIds
-from embeddings import Communicator, Plan, Shard, ShardedEmbeddings, TableConfig, sum_kv
+from embeddings import (
+    Communicator,
+    FeatureConfig,
+    Plan,
+    RowOptimizerConfig,
+    Shard,
+    ShardedEmbeddings,
+    TableConfig,
+    sum_kv,
+)
 from embeddings.host.executor import Executor
 from embeddings.host.host_tables import HostSettings
 from embeddings.sharded import BatchPlan
@@ -21,11 +30,13 @@ from tests.sharding_cases import (
     History,
     Model,
     bounds_of_rank,
+    draw_ids,
     gradient_of,
     learning_rate,
     part_of,
     plan_of,
     read_tables,
+    train,
 )
 
 
@@ -131,3 +142,30 @@ def train_host(
     history.tables = read_tables(embeddings, model)
     embeddings.close()
     return history, embeddings
+
+
+def train_much_touched(comm: Communicator, hot_share: float | None, lookahead: int = 0) -> History:
+    """A run in fp32 whose steps touch most rows on every rank, so that the gradients of replicas
+    are summed as matrices.
+
+    Args:
+        comm: the ranks.
+        hot_share: of each table's rows, in host memory; None: all tables in device memory.
+        lookahead: 0: `gather`.
+    """
+    tables = (TableConfig("user", 7, 4), TableConfig("shop", 5, 3))
+    features = (FeatureConfig("viewer", "user", "mean"), FeatureConfig("shop", "shop"))
+    model = Model(RowOptimizerConfig("adagrad"), tables, features)
+    generator = torch.Generator().manual_seed(1)
+    batches = [draw_ids(model, 96, "multi_hot", generator) for _ in range(6)]
+    on_device = [table.name for table in tables] if hot_share is None else ()
+    plan = host_plan("row_wise", comm.world_size, tables, on_device)
+    if hot_share is None:
+        return train(comm, model, plan, batches, torch.float32)
+    settings = HostSettings("lookahead" if lookahead else "gather", max(1, lookahead), 4)
+    hot = first_rows(tables, hot_share)
+    return train_host(comm, model, plan, batches, settings, hot, dtype=torch.float32)[0]
+
+
+HOT_SHARES_AND_DEPTHS = ((None, 0), (0.0, 0), (0.5, 0), (1.0, 0), (0.5, 1), (1.0, 3))
+"""Of `train_much_touched`; all come to the same bits."""
