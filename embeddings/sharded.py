@@ -377,6 +377,8 @@ class ShardedEmbeddings:
                 self.host.settle()  # Nothing is trained: all rows are read from the store.
             elif staged.step is None:
                 self.stage([plan])
+            else:
+                self.host.load_hot()
         pending = None
         if self._exchange is not None:
             assert plan.exchange is not None
@@ -561,7 +563,8 @@ class ShardedEmbeddings:
             self.host.settle()
 
     def rows_changed(self) -> None:
-        """To be told by whoever writes to `store`: no copy of its rows is to be used any more."""
+        """To be told, on all ranks, by whoever has written to `store`, between two steps: copies of
+        its rows are read anew, hot and staged ones too."""
         if self.host is not None:
             self.host.rows_changed()
 

@@ -12,6 +12,7 @@ A row is hot or cold for all ranks alike, so a requester asks its owner for cold
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -173,6 +174,9 @@ class HostTables:
         self._window: deque[StagedStep] = deque()
         self._is_settled = self._is_counting = True
         self._num_staged = 0
+        # Weak: a store knows nothing of who copies its rows, and mustn't keep it.
+        settle = weakref.WeakMethod(self.settle)
+        store.before_whole_rows = lambda: _call(settle)
 
     def _ring(self, group: int, dtype: torch.dtype) -> StagingRing:
         settings = self.settings
@@ -418,16 +422,22 @@ class HostTables:
                 ranks ask of this one.
 
         Raises:
-            StagingOverflow: where a step has more cold rows than the buffers may hold.
+            StagingOverflow: where a step has more cold rows than the buffers may hold; nothing is
+                staged then.
         """
-        self._load_hot()
-        self._num_staged += 1
-        step = StagedStep({})
+        self.load_hot()
+        keys_of_space: dict[int, Int64Array] = {}
         for index, cold in self._cold.items():
             asked = [keys[index] for _, keys in plans]
             keys_L = [keys for keys in asked if keys is not None]
             keys_K = np.unique(np.concatenate(keys_L)) if keys_L else np.empty(0, dtype=np.int64)
-            step.rows[index] = cold.stage(
+            cold.prepare(keys_K)
+            keys_of_space[index] = keys_K
+        # From here nothing fails: a step is staged in all spaces or in none.
+        self._num_staged += 1
+        step = StagedStep({})
+        for index, keys_K in keys_of_space.items():
+            step.rows[index] = self._cold[index].stage(
                 keys_K, self._num_staged, after_writes=self.settings.mode == "hotline"
             )
         for staged, keys in plans:
@@ -456,6 +466,7 @@ class HostTables:
 
     def begin_update(self) -> None:
         """The oldest staged step is about to be updated."""
+        self.load_hot()
         self._is_settled = False
         self._use(self._window[0])
 
@@ -545,7 +556,9 @@ class HostTables:
         for index, rows in step.rows.items():
             self._cold[index].use(rows)
 
-    def _load_hot(self) -> None:
+    def load_hot(self) -> None:
+        """Has the hot rows on the device; a collective of all ranks where they were chosen, or
+        overwritten, since the last call."""
         if all(hot.is_loaded for hot in self.hot.values()):
             return
         with self._comm.uncounted():
@@ -578,12 +591,21 @@ class HostTables:
         self._window.clear()
 
     def rows_changed(self) -> None:
-        """The store's rows were overwritten: hot rows are read anew, nothing may be staged."""
-        assert not self._window, "rows were overwritten while copies of them were staged"
+        """The store's rows were overwritten, since the last `settle` and by all ranks alike: every
+        copy, hot or staged, is read anew."""
         for hot in self.hot.values():
-            hot.is_loaded = False
+            hot.forget()
+        for cold in self._cold.values():
+            cold.refresh()
         self._is_settled = True
 
     def close(self) -> None:
         """Ends the executor's threads."""
         self.executor.close()
+
+
+def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:
+    """Calls a method, unless its object is gone."""
+    alive = method()
+    if alive is not None:
+        alive()
