@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import pairwise
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -123,6 +124,42 @@ class Communicator(ABC):
         """
         self._count(kind, 2 * (self.world_size - 1) * values.nbytes // self.world_size)
         return self._all_reduce(kind, values)
+
+    def all_reduce_in_order(self, kind: str, values: Tensor) -> Pending:
+        """Sums `values` over the ranks in the order of the ranks, whatever the transport: the bits
+        are those of `((rank 0 + rank 1) + rank 2) + …`.
+
+        For what may also be summed by its owner, from what the ranks sent. Counted as an
+        `all_reduce`, whose bytes it sends. All ranks wait for it at the same place of their
+        sequence of collectives: half of it may be issued there.
+
+        Args:
+            kind: see `all_to_all`.
+            values: mustn't be changed before the wait.
+        """
+        self._count(kind, 2 * (self.world_size - 1) * values.nbytes // self.world_size)
+        return self._all_reduce_in_order(kind, values)
+
+    def _all_reduce_in_order(self, kind: str, values: Tensor) -> Pending:
+        """Each rank sums a share of the values and sends it to the others."""
+        if self.world_size <= 2:
+            return self._all_reduce(kind, values)  # A sum of two has one order.
+        bounds = [values.numel() * rank // self.world_size for rank in range(self.world_size + 1)]
+        sizes = [stop - start for start, stop in pairwise(bounds)]
+        num_own = sizes[self.rank]
+        same = [num_own] * self.world_size
+        parts = values.new_empty(self.world_size * num_own)
+        shares = self._all_to_all(kind, values, sizes, parts, same)
+        summed = torch.empty_like(values)
+
+        def finish() -> None:
+            first, *others = shares.wait().split(num_own) if num_own else [parts]
+            for part in others:
+                first += part
+            own = first.repeat(self.world_size)
+            self._all_to_all(kind, own, same, summed, sizes).wait()
+
+        return Pending(summed, finish)
 
     def _count(self, kind: str, sent_bytes: int) -> None:
         if self.world_size > 1:

@@ -1,7 +1,7 @@
 """Tables that every rank holds: their gradients are summed over ranks, so that they stay equal.
 
-Two ways, chosen for each table and batch from figures that all ranks have, and equal but for the
-order of the sum (and for `sharding.wire`, which rounds what is gathered):
+Two ways, chosen for each table and batch from figures that all ranks have. Both sum in the order
+of the ranks, as an owner does: equal to the bit (but `sharding.wire` rounds what is gathered):
 
     gather   every rank sends the gradient of each row it touched to every other: in all ranks
              together (W-1) · Σ_r K_r · (D · wire bytes + id bytes)
@@ -180,7 +180,8 @@ class Replicas:
         gradients: Sequence[KVGradients],
         counts: ReplicaCounts,
     ) -> Pending | None:
-        """Issues one all-reduce of all gradients that go as matrices; None where none does."""
+        """Issues one all-reduce of all gradients that go as matrices, in the order of the ranks;
+        None where none does."""
         chosen = [table for table in range(self.num_tables) if counts.is_dense[table]]
         if not chosen:
             return None
@@ -194,7 +195,7 @@ class Replicas:
             matrix[rows_K, :dim] = grads_KD
             matrix[rows_K, dim] = 1
             matrices.append(matrix.reshape(-1))
-        return self._comm.all_reduce("replicas", torch.cat(matrices))
+        return self._comm.all_reduce_in_order("replicas", torch.cat(matrices))
 
     def sum_ranks(
         self,

@@ -72,7 +72,8 @@ class ShardedEmbeddings:
 
     Collectives of a step, whatever the plan (`exchange.py` has their sizes): counts and ids in
     `plan_batch`, rows in `lookup`, gradients in `backward`, and in `apply` one more where columns
-    are split under a row-wise optimizer. With one process there are none. `plan_batch`, `lookup`
+    are split under a row-wise optimizer, two where they are split between host and device memory
+    and rows of them are hot. With one process there are none. `plan_batch`, `lookup`
     and `backward` each have a `begin_…` that issues and returns, so that what travels may be hidden
     behind other work; begun and finished in the same order they give the same bits.
 
@@ -215,7 +216,7 @@ class ShardedEmbeddings:
                     stretches, tables, self.store, self.comm, dtype, read
                 )
             if self.host is not None and any(s.source.memory == "host" for s in stretches):
-                self.host.keep_row_state(tables)
+                self.host.keep_row_state(tables, groups_of_rank)
         self._reader = TableReader(tables, groups_of_rank, self._everywhere, self.store, self.comm)
 
         # Columns of pooled_BS that each local group and each key space fills.
@@ -376,6 +377,8 @@ class ShardedEmbeddings:
                 self.host.settle()  # Nothing is trained: all rows are read from the store.
             elif staged.step is None:
                 self.stage([plan])
+            else:
+                self.host.load_hot()
         pending = None
         if self._exchange is not None:
             assert plan.exchange is not None
@@ -502,10 +505,11 @@ class ShardedEmbeddings:
             self.host.begin_update()
         row_state: dict[int, Tensor] = {}
         if self._row_squares is not None:
-            of_store = [g for g in kv_gradients if g.group < len(self.store.groups)]
-            row_state = self._row_squares.new_state(of_store)
-        if self.host is not None:
-            row_state |= self.host.new_hot_state(kv_gradients)
+            row_state = (
+                self._row_squares.new_state(kv_gradients)
+                if self.host is None
+                else self.host.new_row_state(kv_gradients, self._row_squares.new_state)
+            )
         for group, keys_K, grads_KD in kv_gradients:
             if self.host is not None and self.host.holds(group):
                 self.host.update(group, keys_K, grads_KD, lr, row_state.get(group))
@@ -559,7 +563,8 @@ class ShardedEmbeddings:
             self.host.settle()
 
     def rows_changed(self) -> None:
-        """To be told by whoever writes to `store`: no copy of its rows is to be used any more."""
+        """To be told, on all ranks, by whoever has written to `store`, between two steps: copies of
+        its rows are read anew, hot and staged ones too."""
         if self.host is not None:
             self.host.rows_changed()
 

@@ -7,7 +7,7 @@ asked for.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -33,6 +33,8 @@ class RowStore:
 
     Attributes:
         num_steps: optimizer steps begun so far; Adam's global count.
+        before_whole_rows: called before whole rows are read or written (`read`, `read_parts`,
+            `write`): has the newest values here, where rows are copied elsewhere.
 
     Args:
         tables: the config of every table that the groups hold pieces of.
@@ -53,6 +55,7 @@ class RowStore:
         dtype: torch.dtype | None = None,
     ) -> None:
         self.num_steps = 0
+        self.before_whole_rows: Callable[[], None] = lambda: None
         self._optimizer = optimizer
         self._groups = tuple(groups)
         self._dtype = dtype or self._groups[0].dtype
@@ -97,6 +100,11 @@ class RowStore:
     def groups(self) -> tuple[TableGroup, ...]:
         """The table groups."""
         return self._groups
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of weights and state."""
+        return self._dtype
 
     @property
     def optimizer(self) -> RowOptimizerConfig:
@@ -265,6 +273,7 @@ class RowStore:
                     f"table {table!r}: {name!r} is {value.dtype}, the table {self._dtype} "
                     f"(train.precision)"
                 )
+        self.before_whole_rows()
         row_stop = row_start + max(num_rows, default=0)
         table_rows = next((t.rows for t in self._tables if t.name == table), row_stop)
         if row_start < 0 or row_stop > table_rows:
@@ -285,6 +294,7 @@ class RowStore:
             ValueError: for an unknown table.
         """
         self.state_widths(table)
+        self.before_whole_rows()
         parts: list[RowsPart] = []
         for place in self.places(table):
             first, stop, views = self._views(place, row_start, row_stop)

@@ -25,10 +25,14 @@ Sizes = list[list[int]]
 class WireOverflow(ValueError):
     """A value that `sharding.wire` can't hold."""
 
-    def __init__(self, value: float) -> None:
+    def __init__(self, value: float, dtype: torch.dtype) -> None:
+        wire = next(name for name, narrow in _WIRE_DTYPES.items() if narrow == dtype)
+        largest = torch.finfo(dtype).max
+        said = f"{largest:,.0f}" if largest < 1e6 else f"{largest:.4g}"
+        wider = "bf16 or fp32" if dtype == torch.float16 else "fp32"
         super().__init__(
-            f"sharding.wire=fp16: {value:g} on the wire exceeds fp16's range of ±65,504; set "
-            "sharding.wire=bf16 or fp32"
+            f"sharding.wire={wire}: {value:g} on the wire exceeds {wire}'s range of ±{said}; set "
+            f"sharding.wire={wider}"
         )
 
 
@@ -81,14 +85,15 @@ class ValueWire:
             sizes_out: of what is sent.
             sizes_in: of what is received.
             extra: flat values that follow for every other rank.
-            scale: factor on the wire; `unpack` takes it out again.
+            scale: factor on the wire, where values are rounded; `unpack` takes it out again.
+
+        Raises:
+            WireOverflow: where a value is too large for the wire.
         """
         flat = self._pack(kind, matrices, sizes_out, extra)
-        if scale != 1.0:
-            flat = flat * scale
         if flat.dtype != self.wire_dtype:
-            rounded = flat.to(self.wire_dtype)
-            _check_range(flat, rounded)
+            rounded = (flat if scale == 1.0 else flat * scale).to(self.wire_dtype)
+            _check_range(flat, rounded, scale)
             flat = rounded
         splits_out, splits_in = [sum(s) for s in sizes_out], [sum(s) for s in sizes_in]
         recv = self._buffers.get(f"{kind} in", sum(splits_in), self.wire_dtype)
@@ -141,14 +146,15 @@ class ValueWire:
         return flat
 
 
-def _check_range(values: Tensor, rounded: Tensor) -> None:
-    """Refuses what fp16 can't hold; bf16 has the range of fp32. What wasn't finite before travels:
-    it is told with the loss, which isn't finite either.
+def _check_range(values: Tensor, rounded: Tensor, scale: float) -> None:
+    """Refuses what the wire's type can't hold: also bf16, whose largest number is below fp32's.
+    What wasn't finite before travels: it is told with the loss, which isn't finite either.
 
     Raises:
         WireOverflow: on the rank that sends.
     """
-    if rounded.dtype != torch.float16 or bool(torch.isfinite(rounded).all()):
+    if bool(torch.isfinite(rounded).all()):
         return
-    if bool(torch.isfinite(values).all()):
-        raise WireOverflow(float(values.abs().max()))
+    lost = values[torch.isfinite(values) & ~torch.isfinite(rounded)]
+    if lost.numel():
+        raise WireOverflow(float(lost.abs().max()) * scale, rounded.dtype)

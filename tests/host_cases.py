@@ -9,9 +9,19 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from data.batch import JaggedIds
-from embeddings import Communicator, Plan, Shard, ShardedEmbeddings, TableConfig, sum_kv
+from embeddings import (
+    Communicator,
+    FeatureConfig,
+    Plan,
+    RowOptimizerConfig,
+    Shard,
+    ShardedEmbeddings,
+    TableConfig,
+    sum_kv,
+)
 from embeddings.host.executor import Executor
 from embeddings.host.host_tables import HostSettings
 from embeddings.sharded import BatchPlan
@@ -20,11 +30,13 @@ from tests.sharding_cases import (
     History,
     Model,
     bounds_of_rank,
+    draw_ids,
     gradient_of,
     learning_rate,
     part_of,
     plan_of,
     read_tables,
+    train,
 )
 
 
@@ -94,27 +106,66 @@ def train_host(
     embeddings.host.choose_rows(hot)
     tamper(embeddings)
     history = History()
-    staged: deque[tuple[int, int, BatchPlan]] = deque()
+    staged: deque[tuple[int, int, Tensor, list[BatchPlan]]] = deque()
     upcoming = iter(enumerate(batches))
 
     def stage_next() -> None:
         for step, ids in upcoming:
             start, stop = bounds_of_rank(ids.batch_size, step, comm.rank, comm.world_size)
-            planned = embeddings.plan_batch(part_of(ids, start, stop))
-            embeddings.stage([planned])
-            staged.append((start, stop, planned))
+            part = part_of(ids, start, stop)
+            # Under `hotline` in two parts, as the pipeline does: the wholly hot samples first.
+            samples, num_hot = torch.arange(stop - start), stop - start
+            if embeddings.splits_hot:
+                samples, num_hot = embeddings.hot_first(part)
+            parts = [samples[:num_hot], samples[num_hot:]] if embeddings.splits_hot else [samples]
+            planned = [embeddings.plan_batch(part.take(samples_B)) for samples_B in parts]
+            embeddings.stage(planned)
+            staged.append((start, stop, samples, planned))
             return
 
     for step in range(len(batches)):
         between(step, embeddings)
         while len(staged) < settings.window + 1 and len(staged) < len(batches) - step:
             stage_next()
-        start, stop, planned = staged.popleft()
-        pooled_BS = embeddings.lookup(planned)
-        history.pooled.append((start, stop, pooled_BS.detach().clone()))
-        gradient_BS = gradient_of(pooled_BS, planned.global_batch_size)
-        gradients = sum_kv([embeddings.backward(planned, gradient_BS, learning_rate(step))])
-        embeddings.apply(gradients, learning_rate(step))
+        start, stop, samples, planned = staged.popleft()
+        num_samples = batches[step].batch_size
+        pooled, gradients = [], []
+        for plan_of_part in planned:
+            pooled_BS = embeddings.lookup(plan_of_part)
+            pooled.append(pooled_BS.detach().clone())
+            gradient_BS = gradient_of(pooled_BS, num_samples)
+            gradients.append(embeddings.backward(plan_of_part, gradient_BS, learning_rate(step)))
+        pooled_BS = torch.empty_like(torch.cat(pooled))
+        pooled_BS[samples] = torch.cat(pooled)
+        history.pooled.append((start, stop, pooled_BS))
+        embeddings.apply(sum_kv(gradients), learning_rate(step))
     history.tables = read_tables(embeddings, model)
     embeddings.close()
     return history, embeddings
+
+
+def train_much_touched(comm: Communicator, hot_share: float | None, lookahead: int = 0) -> History:
+    """A run in fp32 whose steps touch most rows on every rank, so that the gradients of replicas
+    are summed as matrices.
+
+    Args:
+        comm: the ranks.
+        hot_share: of each table's rows, in host memory; None: all tables in device memory.
+        lookahead: 0: `gather`.
+    """
+    tables = (TableConfig("user", 7, 4), TableConfig("shop", 5, 3))
+    features = (FeatureConfig("viewer", "user", "mean"), FeatureConfig("shop", "shop"))
+    model = Model(RowOptimizerConfig("adagrad"), tables, features)
+    generator = torch.Generator().manual_seed(1)
+    batches = [draw_ids(model, 96, "multi_hot", generator) for _ in range(6)]
+    on_device = [table.name for table in tables] if hot_share is None else ()
+    plan = host_plan("row_wise", comm.world_size, tables, on_device)
+    if hot_share is None:
+        return train(comm, model, plan, batches, torch.float32)
+    settings = HostSettings("lookahead" if lookahead else "gather", max(1, lookahead), 4)
+    hot = first_rows(tables, hot_share)
+    return train_host(comm, model, plan, batches, settings, hot, dtype=torch.float32)[0]
+
+
+HOT_SHARES_AND_DEPTHS = ((None, 0), (0.0, 0), (0.5, 0), (1.0, 0), (0.5, 1), (1.0, 3))
+"""Of `train_much_touched`; all come to the same bits."""

@@ -124,6 +124,14 @@ class ColdRows:
         self._writes: list[_Write] = []
         self._arrays = [array.numpy() for array in store.arrays(group)]
 
+    def prepare(self, keys_K: Int64Array) -> None:
+        """All of `stage` that may fail; nothing is staged.
+
+        Raises:
+            StagingOverflow: see `StagingRing.acquire`.
+        """
+        self._ring.prepare(keys_K.size)
+
     def stage(self, keys_K: Int64Array, step: int, *, after_writes: bool = False) -> StagedRows:
         """Begins to bring the records of a step here; steps come in order.
 
@@ -245,6 +253,24 @@ class ColdRows:
             records = staged.buffer.device_KR.index_select(0, self._on_device(position_M))
             self._write(staged.keys_at(position_M), records.cpu().numpy())
             self._counters.num_flushed += position_M.size
+
+    def refresh(self) -> None:
+        """Reads the staged records anew: the store's rows were overwritten, and are the newest."""
+        for write in self._writes:
+            write.event.wait()
+        self._writes = []
+        for staged in self._window:
+            assert staged.ready is not None
+            staged.ready.wait()
+            # Also those that an earlier step is to give: what it gives comes later.
+            staged.newer = []
+            records = torch.empty(
+                staged.keys_K.size, self._layout.width, dtype=staged.buffer.device_KR.dtype
+            )
+            for array, columns in zip(self._arrays, self._layout.columns, strict=True):
+                records.numpy()[:, columns] = array[staged.keys_K]
+            at_K = self._on_device(staged.position_K)
+            staged.buffer.device_KR.index_copy_(0, at_K, records.to(self._executor.device))
 
     def drop(self) -> None:
         """Forgets the staged steps, after `settle`: their batches are to be planned anew."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -27,6 +28,7 @@ Queue = Literal["gather", "to_device", "to_host", "scatter"]
 QUEUES: tuple[Queue, ...] = get_args(Queue)
 LINK_QUEUES: tuple[Queue, ...] = ("to_device", "to_host")
 COMPUTE = "compute"
+_END_S = 5.0
 
 
 class Event(ABC):
@@ -270,10 +272,11 @@ class QueueThread:
         if self._thread is not None:
             self._calls.put(None)
 
-    def join(self) -> None:
-        """Waits for the thread's end."""
-        if self._thread is not None:
-            self._thread.join()
+    def join(self, limit_s: float | None = None) -> None:
+        """Waits for the thread's end, or so many seconds; on the thread itself, which may be the last to know of what
+        it worked for, returns at once."""
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(limit_s)
 
 
 def _call_all(calls: SimpleQueue[Callable[[], None] | None]) -> None:
@@ -284,7 +287,8 @@ def _call_all(calls: SimpleQueue[Callable[[], None] | None]) -> None:
 
 
 class QueueThreads:
-    """A `QueueThread` per queue.
+    """A `QueueThread` per queue. They end with `close`, with this object, or with the process: a
+    thread that is left running frees tensors while Python ends, which aborts the process.
 
     Args:
         share_link: `to_device` and `to_host` share a thread.
@@ -295,6 +299,9 @@ class QueueThreads:
         if share_link:
             self._threads["to_host"] = self._threads["to_device"]
         self._is_closed = False
+        self._all = list(dict.fromkeys(self._threads.values()))
+        # Not for ever: work that never ends isn't to keep the process.
+        self._end = weakref.finalize(self, _end_threads, self._all, _END_S)
 
     def put(self, queue: Queue, call: Callable[[], None]) -> None:
         """Queues a call, which may not raise."""
@@ -303,14 +310,18 @@ class QueueThreads:
 
     def close(self) -> None:
         """Waits until all is done that was queued; may be called again."""
-        if self._is_closed:
-            return
         self._is_closed = True
-        threads = set(self._threads.values())
-        for thread in threads:
-            thread.stop()
-        for thread in threads:
-            thread.join()
+        if self._end.detach() is not None:
+            _end_threads(self._all)
+
+
+def _end_threads(threads: Sequence[QueueThread], limit_s: float | None = None) -> None:
+    """Lets the threads end after what is queued, and waits for it, no longer than `limit_s`."""
+    for thread in threads:
+        thread.stop()
+    until_s = None if limit_s is None else time.monotonic() + limit_s
+    for thread in threads:
+        thread.join(None if until_s is None else max(0.0, until_s - time.monotonic()))
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,8 +12,9 @@ A row is hot or cold for all ranks alike, so a requester asks its owner for cold
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -29,7 +30,7 @@ from embeddings.host.cold_rows import ColdRows, RecordLayout, StagedRows
 from embeddings.host.executor import Executor
 from embeddings.host.figures import HostCounters
 from embeddings.host.hot_rows import COLD, HotRows
-from embeddings.host.hot_squares import HotSquares
+from embeddings.host.hot_squares import HotSquares, NewHotState
 from embeddings.host.recent_counts import RecentCounts
 from embeddings.host.staging import RingBytes, StagingRing
 from embeddings.keys import sum_counts
@@ -39,7 +40,7 @@ from embeddings.replicas import ReplicaRows
 from embeddings.requests import HotPart, SplitHot
 from embeddings.store import RowStore
 from embeddings.table import FeatureConfig, TableConfig
-from embeddings.table_group import ColumnRange
+from embeddings.table_group import ColumnRange, TableGroup
 
 Int64Array = npt.NDArray[np.int64]
 Mode = Literal["gather", "lookahead", "hotline"]
@@ -114,7 +115,8 @@ class HostTables:
 
     Who owns what: the store has every row; `HotRows` and the ring's buffers hold the newest copies
     of some, until `settle`. Called by one thread; the executor's queues read and write the store.
-    Collectives: those of `HotRows.load`, at the first `stage` after the hot rows were chosen.
+    Collectives: those of `HotRows.load`, at the first `stage` after the hot rows were chosen, and
+    that of `HotSquares`.
 
     Attributes:
         settings: the schedule.
@@ -172,6 +174,9 @@ class HostTables:
         self._window: deque[StagedStep] = deque()
         self._is_settled = self._is_counting = True
         self._num_staged = 0
+        # Weak: a store knows nothing of who copies its rows, and mustn't keep it.
+        settle = weakref.WeakMethod(self.settle)
+        store.before_whole_rows = lambda: _call(settle)
 
     def _ring(self, group: int, dtype: torch.dtype) -> StagingRing:
         settings = self.settings
@@ -351,17 +356,60 @@ class HostTables:
 
     def choose_hot(self, keys_of_space: Mapping[int, Int64Array]) -> None:
         """Makes these keys the hot ones, per space ascending and distinct: the same on all ranks,
-        between steps, with nothing staged."""
+        between steps, with nothing staged. A row is hot with all its columns in host memory.
+
+        Raises:
+            ValueError: for keys that aren't ascending rows of their space, more than there may be,
+                or a row of which only some columns are chosen. Nothing is changed then.
+        """
         assert not self._window, "nothing may be staged while the hot rows change"
+        empty = np.empty(0, dtype=np.int64)
+        keys = {index: keys_of_space.get(index, empty) for index in self.spaces}
+        for index, keys_H in keys.items():
+            self._check_keys(index, keys_H)
+        self._check_whole_rows(keys)
         self.settle()
         for index, hot in self.hot.items():
-            keys_H = keys_of_space.get(index, np.empty(0, dtype=np.int64))
-            assert keys_H.size <= self.hot_capacity(index), "more hot rows than hot_bytes holds"
-            hot.choose(keys_H)
+            hot.choose(keys[index])
         if self._hot_squares is not None:
             self._hot_squares.hot_rows_chosen()
         for recent in self._recent.values():
             recent.clear()  # The next choice is by what comes from now on.
+
+    def _check_keys(self, index: int, keys_H: Int64Array) -> None:
+        num_rows, most = int(self.spaces[index].bases[-1]), self.hot_capacity(index)
+        if keys_H.size > most:
+            raise ValueError(
+                f"{keys_H.size:,} hot rows are chosen where sharding.host.hot_mb holds {most:,}; "
+                "raise it or choose fewer"
+            )
+        is_ascending = keys_H.size < 2 or bool((np.diff(keys_H) > 0).all())
+        if keys_H.size and not (is_ascending and keys_H[0] >= 0 and keys_H[-1] < num_rows):
+            raise ValueError(f"hot keys must be distinct, ascending and within 0 to {num_rows - 1}")
+
+    def _check_whole_rows(self, keys_of_space: Mapping[int, Int64Array]) -> None:
+        """Refuses a row that is hot in some of its columns only: the state that it has as a whole
+        (`HotSquares`) would be made from some of them."""
+        hot_rows: dict[str, list[Int64Array]] = {}
+        for index, keys_H in keys_of_space.items():
+            for (table, _), part in self._cuts(index).items():
+                for low, high, shift in stretches_of(part, keys_H):
+                    hot_rows.setdefault(table, []).append(keys_H[low:high] - shift)
+        rows_of_table = {name: np.unique(np.concatenate(rows)) for name, rows in hot_rows.items()}
+        for index, keys_H in keys_of_space.items():
+            for (table, columns), part in self._cuts(index).items():
+                rows = rows_of_table.get(table)
+                if rows is None:
+                    continue
+                wanted, is_here = keys_of(part, rows)
+                missing = np.flatnonzero(np.isin(wanted, keys_H, invert=True))
+                if missing.size:
+                    row = (rows if is_here is None else rows[is_here])[missing[0]]
+                    cut = ", ".join(f"{start}:{stop}" for start, stop in columns)
+                    raise ValueError(
+                        f"table {table!r}: row {row} is chosen as hot in some of its columns but "
+                        f"not in columns {cut}; a row is hot with all its columns"
+                    )
 
     # ------------------------------------------------------------------------------------ steps
 
@@ -374,16 +422,22 @@ class HostTables:
                 ranks ask of this one.
 
         Raises:
-            StagingOverflow: where a step has more cold rows than the buffers may hold.
+            StagingOverflow: where a step has more cold rows than the buffers may hold; nothing is
+                staged then.
         """
-        self._load_hot()
-        self._num_staged += 1
-        step = StagedStep({})
+        self.load_hot()
+        keys_of_space: dict[int, Int64Array] = {}
         for index, cold in self._cold.items():
             asked = [keys[index] for _, keys in plans]
             keys_L = [keys for keys in asked if keys is not None]
             keys_K = np.unique(np.concatenate(keys_L)) if keys_L else np.empty(0, dtype=np.int64)
-            step.rows[index] = cold.stage(
+            cold.prepare(keys_K)
+            keys_of_space[index] = keys_K
+        # From here nothing fails: a step is staged in all spaces or in none.
+        self._num_staged += 1
+        step = StagedStep({})
+        for index, keys_K in keys_of_space.items():
+            step.rows[index] = self._cold[index].stage(
                 keys_K, self._num_staged, after_writes=self.settings.mode == "hotline"
             )
         for staged, keys in plans:
@@ -412,6 +466,7 @@ class HostTables:
 
     def begin_update(self) -> None:
         """The oldest staged step is about to be updated."""
+        self.load_hot()
         self._is_settled = False
         self._use(self._window[0])
 
@@ -438,24 +493,48 @@ class HostTables:
             first_K = self._hot_squares.first_columns(index, keys_K)
         self.hot[index].update(keys_K, grads_KD, lr, row_state_K1, first_K)
 
-    def keep_row_state(self, tables: Sequence[TableConfig]) -> None:
-        """From now on hot rows have one state for all their columns, which are cut."""
+    def keep_row_state(
+        self, tables: Sequence[TableConfig], groups_of_rank: Sequence[Sequence[TableGroup]]
+    ) -> None:
+        """From now on hot rows have one state for all their columns, which are cut.
+
+        Args:
+            tables: every table.
+            groups_of_rank: the groups of every rank.
+        """
         self._hot_squares = HotSquares(
-            self.spaces, self.hot, self._features, tables, self._store.optimizer
+            self.spaces,
+            self.hot,
+            self._features,
+            tables,
+            self._store,
+            self._comm,
+            groups_of_rank,
         )
         self._hot_squares.hot_rows_chosen()
 
-    def new_hot_state(self, gradients: Sequence[KVGradients]) -> dict[int, Tensor]:
-        """By group of hot rows the new state of whole rows; nothing where columns aren't cut."""
+    def new_row_state(
+        self,
+        gradients: Sequence[KVGradients],
+        cold_state: Callable[[Sequence[KVGradients]], dict[int, Tensor]],
+    ) -> dict[int, Tensor]:
+        """By group, of hot rows or in the store, the new state of whole rows.
+
+        Args:
+            gradients: of hot rows and of the store's, one per group; called by all ranks.
+            cold_state: makes that of rows in the store, all of whose columns it is given.
+        """
+        of_store = [entry for entry in gradients if entry.group not in self._space_of_hot_group]
         if self._hot_squares is None:
-            return {}
+            return cold_state(of_store)
         touched = {
             self._space_of_hot_group[group]: (slots_K, grads_KD)
             for group, slots_K, grads_KD in gradients
             if group in self._space_of_hot_group and slots_K.numel()
         }
-        new = self._hot_squares.new_state(touched)
-        return {self.hot_group[index]: state_K1 for index, state_K1 in new.items()}
+        new: NewHotState = self._hot_squares.new_state(touched, of_store)
+        state = new.joined(cold_state(new.cold(of_store)), of_store)
+        return state | {self.hot_group[index]: values for index, values in new.of_space.items()}
 
     def read(self, group: int, keys_K: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
         """Copies of rows and states, the newest ones; in host memory those that are staged."""
@@ -477,7 +556,9 @@ class HostTables:
         for index, rows in step.rows.items():
             self._cold[index].use(rows)
 
-    def _load_hot(self) -> None:
+    def load_hot(self) -> None:
+        """Has the hot rows on the device; a collective of all ranks where they were chosen, or
+        overwritten, since the last call."""
         if all(hot.is_loaded for hot in self.hot.values()):
             return
         with self._comm.uncounted():
@@ -510,12 +591,21 @@ class HostTables:
         self._window.clear()
 
     def rows_changed(self) -> None:
-        """The store's rows were overwritten: hot rows are read anew, nothing may be staged."""
-        assert not self._window, "rows were overwritten while copies of them were staged"
+        """The store's rows were overwritten, since the last `settle` and by all ranks alike: every
+        copy, hot or staged, is read anew."""
         for hot in self.hot.values():
-            hot.is_loaded = False
+            hot.forget()
+        for cold in self._cold.values():
+            cold.refresh()
         self._is_settled = True
 
     def close(self) -> None:
         """Ends the executor's threads."""
         self.executor.close()
+
+
+def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:
+    """Calls a method, unless its object is gone."""
+    alive = method()
+    if alive is not None:
+        alive()

@@ -134,6 +134,11 @@ class HotRows:
         (whole,) = state.values()
         return whole.index_select(0, index_on_device(slots_K, self._executor.device))
 
+    def forget(self) -> None:
+        """The store's rows are the newest: the records are to be loaded anew."""
+        self.is_loaded = False
+        self._is_newer_H[:] = False
+
     def load(self) -> None:
         """Reads the hot rows from the stores of their owners; called by all ranks."""
         bounds = self._slot_bounds()

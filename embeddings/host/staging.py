@@ -232,6 +232,26 @@ class StagingRing:
             StagingOverflow: for more rows than the limit; the ring is as it was before.
             BaseException: what the work behind the last event raised.
         """
+        self.prepare(num_rows)
+        slot = self._slots[self._next]
+        self._next = (self._next + 1) % len(self._slots)
+        slot.generation += 1
+        buffer = StagingBuffer(slot, num_rows)
+        slot.filled = slot.emptied = None
+        slot.state = BufferState.FILLING
+        return buffer
+
+    def prepare(self, num_rows: int) -> None:
+        """All of `acquire` that may fail, and lends nothing: for a step that needs a buffer of
+        several rings, and is to have all or none.
+
+        Args:
+            num_rows: see `acquire`.
+
+        Raises:
+            StagingOverflow: see `acquire`.
+            BaseException: see `acquire`; what the allocation of a larger buffer raised.
+        """
         assert num_rows >= 0, num_rows
         if self._limit_rows is not None and num_rows > self._limit_rows:
             raise StagingOverflow(num_rows, self._limit_rows, self._record_bytes, len(self._slots))
@@ -245,12 +265,6 @@ class StagingRing:
             slot.free()
         if must_grow:
             self._grow(slot, num_rows)
-        self._next = (self._next + 1) % len(self._slots)
-        slot.generation += 1
-        buffer = StagingBuffer(slot, num_rows)
-        slot.filled = slot.emptied = None
-        slot.state = BufferState.FILLING
-        return buffer
 
     def _grow(self, slot: _Slot, num_rows: int) -> None:
         capacity_rows = 1 << (num_rows - 1).bit_length()

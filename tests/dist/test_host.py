@@ -17,9 +17,12 @@ from dlrm.run_folder import RunFolder
 from dlrm.trainer import Trainer
 from embeddings import Plan
 from embeddings.communicator import ProcessGroup
+from embeddings.shared_memory import SharedMemory
+from embeddings.sockets import Sockets, connect_ranks
 from tests.check_cases import optimizers
 from tests.commands import dlrm, read_result, tiny, without_plots
 from tests.dist.worker_pool import Workers
+from tests.host_cases import HOT_SHARES_AND_DEPTHS, train_much_touched
 from tests.host_run_cases import host_check_task, in_host, write_baskets
 from tests.trainer_ranks import make_config, rules
 
@@ -143,3 +146,28 @@ def test_the_command_checks_two_processes(
     host = read_result(tmp_path / "train")["host"]
     assert host["per_step"]["fetched"] > 0
     assert host["per_step"]["forwarded"] > 0
+
+
+def train_over(rank: int, world_size: int, transport: str) -> list[dict[str, Any]]:
+    """Tables at the end of each of `HOT_SHARES_AND_DEPTHS`; on rank 0."""
+    comm: ProcessGroup = ProcessGroup()
+    if transport == "shared memory":
+        comm = SharedMemory(timeout_s=20.0)
+    if transport == "sockets":
+        sockets = connect_ranks(20.0)
+        assert isinstance(sockets, Sockets), sockets
+        comm = sockets
+    return [train_much_touched(comm, *case).tables for case in HOT_SHARES_AND_DEPTHS]
+
+
+@pytest.mark.processes
+def test_f09_hot_rows_and_lookahead_change_no_bit_on_any_transport(workers: Workers) -> None:
+    """Three ranks in fp32: a ring would add another way than an owner does."""
+    transports = ("gloo", "shared memory", "sockets")
+    runs = {name: workers(3).run(train_over, name)[0] for name in transports}
+    expected = runs["gloo"][0]
+    for transport, of_cases in runs.items():
+        for case, tables in zip(HOT_SHARES_AND_DEPTHS, of_cases, strict=True):
+            for table, values in expected.items():
+                for name, array in values.items():
+                    assert torch.equal(tables[table][name], array), (transport, case, table, name)

@@ -574,6 +574,47 @@ def test_a_value_beyond_fp16_is_an_error_that_names_the_key(
         run_ranks(2, lambda comm: run(comm, 65_536.0))
 
 
+@pytest.mark.parametrize("what", ["rows", "gradients"])
+@pytest.mark.parametrize(
+    ("wire", "dtype", "value", "words"),
+    [
+        (
+            "bf16",
+            torch.float32,
+            3.4e38,
+            r"sharding\.wire=bf16: 3\.4e\+38 .*set sharding\.wire=fp32",
+        ),
+        ("bf16", torch.float64, 1e300, r"sharding\.wire=bf16: 1e\+300 .*set sharding\.wire=fp32"),
+        ("fp16", torch.float32, 3e38, r"sharding\.wire=fp16: .*set sharding\.wire=bf16 or fp32"),
+    ],
+)
+@pytest.mark.parametrize("layout", ["row_wise", "replicated"])
+def test_f08_a_value_beyond_the_wire_is_refused(
+    layout: str, wire: str, dtype: torch.dtype, value: float, words: str, what: str
+) -> None:
+    """It would arrive as inf. fp16's gradients are scaled by the batch before they are rounded,
+    which may be what makes them infinite."""
+    if what == "rows" and layout == "replicated":
+        return  # No rows travel.
+    tables, features = (TableConfig("t", 4, 2),), (FeatureConfig("f", "t"),)
+    model = Model(RowOptimizerConfig("sgd"), tables, features)
+    plan = plan_of(layout, 2, "kv", tables)
+
+    def run(comm: ThreadRank, value: float) -> None:
+        embeddings = build(comm, model, plan, dtype, wire)
+        part = JaggedIds(torch.tensor([3]), torch.tensor([0, 1]), 1)
+        gradient = torch.ones(1, 2, dtype=dtype)
+        if what == "rows":
+            embeddings.store.write("t", 0, {"weight": torch.full((4, 2), value, dtype=dtype)})
+        else:
+            gradient *= value
+        train_step(embeddings, part, grad_BS=gradient)
+
+    run_ranks(2, lambda comm: run(comm, 1e3))
+    with pytest.raises(ValueError, match=words):
+        run_ranks(2, lambda comm: run(comm, value))
+
+
 # --------------------------------------------------------------------------------- order of phases
 
 

@@ -16,7 +16,13 @@ from data.batch import JaggedIds
 from embeddings import RowOptimizerConfig, SingleProcess
 from embeddings.host.executor import LinkRates, SimulatedRates, ThreadExecutor
 from embeddings.host.host_tables import HostSettings, Mode
-from tests.host_cases import first_rows, host_plan, train_host
+from tests.host_cases import (
+    HOT_SHARES_AND_DEPTHS,
+    first_rows,
+    host_plan,
+    train_host,
+    train_much_touched,
+)
 from tests.sharding_cases import (
     LAYOUTS,
     TABLES,
@@ -182,6 +188,22 @@ def test_ranks_equal_device_tables_to_the_bit(world_size: int, hot_share: float)
     expected = run_ranks(world_size, lambda comm: train(comm, model, on_device, batches))
     for mine, theirs in zip(found, expected, strict=True):
         assert_same_bits(mine, theirs)
+
+
+def test_f09_hot_rows_and_lookahead_change_no_bit_of_much_touched_rows() -> None:
+    # Their gradients are summed as matrices: in the order of the ranks, as an owner sums them.
+    # `tests/dist/test_host.py` has the same over each transport.
+    kinds = set()
+    runs = []
+    for case in HOT_SHARES_AND_DEPTHS:
+        ranks = run_ranks(3, lambda comm, case=case: (train_much_touched(comm, *case), comm))
+        runs.append(ranks[0][0])
+        kinds.add(ranks[0][1].counters.num_collectives["replicas"] > 0)
+    assert kinds == {True, False}, "no gradients were summed as matrices"
+    for run in runs[1:]:
+        for table, values in runs[0].tables.items():
+            for name, array in values.items():
+                assert torch.equal(run.tables[table][name], array), f"{table}.{name}"
 
 
 def test_threads_and_a_simulated_link_change_nothing() -> None:
