@@ -14,6 +14,7 @@ from dlrm.worker import START_TIMEOUT_S, Failure
 # timeout, which tells more, comes first.
 _WAITING_EXTRA_S = 5.0
 _END_TIMEOUT_S = 15.0
+_END_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class WorkersFailed(RuntimeError):
@@ -29,11 +30,13 @@ class Verdict:
         beat: its last sign of life.
         reason: what happened to it: `failed`, `was killed by SIGKILL`.
         told: the failure as the rank told it, where it did.
+        signal: the one that somebody ended it with, on purpose, as batch systems do; else 0.
     """
 
     beat: Beat
     reason: str
     told: Failure | None = None
+    signal: int = 0
 
 
 @dataclass(frozen=True)
@@ -91,9 +94,11 @@ def find_failed(evidence: Evidence, timeout_s: float) -> Verdict | None:
         is_stopped = status == -signal.SIGTERM and rank != next(iter(statuses))
         is_explained = beats[rank].is_finished or rank in have_told or rank in evidence.killed
         if not is_explained and not is_stopped:
-            return Verdict(beats[rank], _describe_end(status))
+            number = -status if -status in _END_SIGNALS else 0
+            return Verdict(beats[rank], _describe_end(status), signal=number)
     if told and told[0].kind == "stopped":
-        return Verdict(beats[told[0].rank], "was ended by a signal from elsewhere")
+        reason = "was ended by a signal from elsewhere"
+        return Verdict(beats[told[0].rank], reason, signal=told[0].signal)
     lost = {failure.rank: failure for failure in told if failure.kind == "secondary"}
     culprit = _holding_up(beats, set(lost))
     first_lost_s = min((failure.time_s for failure in lost.values()), default=culprit.time_s)

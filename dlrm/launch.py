@@ -17,8 +17,9 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from data.errors import UserError
 from dlrm.blame import Verdict, WorkersFailed, describe
@@ -36,6 +37,7 @@ from dlrm.worker import (
     stack_file,
     stop_file,
 )
+from embeddings.machine import available_cpus, usable_cpus
 
 if TYPE_CHECKING:
     from dlrm.config import LaunchConfig
@@ -85,7 +87,7 @@ def launch(
         OSError: for a file or disk that failed a worker, with its name.
         WorkersFailed: for anything else that ended or hung a worker.
         KeyboardInterrupt: on Ctrl-C.
-        SystemExit: on SIGTERM or SIGHUP.
+        SystemExit: on SIGTERM or SIGHUP, to this process or to a worker.
     """
     if sys.platform != "linux":
         raise UserError(f"launch.nproc={config.nproc}: workers are only built for Linux so far")
@@ -95,15 +97,20 @@ def launch(
         num_threads = threads_per_worker(config)
         task = Task(entry, args, config.device, num_threads, config.timeout_s, networks)
         (folder / "task").write_bytes(pickle.dumps(task))
-        signals = _first_signal_told(folder) if stops_in_order else contextlib.nullcontext()
-        with Watchdog(folder, config.nproc, config.timeout_s) as watchdog, signals:
+        watchdog = Watchdog(folder, config.nproc, config.timeout_s)
+        signals = _first_signal_told(folder, watchdog.end) if stops_in_order else nullcontext()
+        with watchdog, signals:
             exit_statuses = _run_elastic(
-                folder, config.nproc, num_threads, handles_signals=not stops_in_order
+                folder, config.nproc, num_threads, stops_in_order=stops_in_order
             )
         verdict = watchdog.verdict(exit_statuses)
         if verdict is None:
             return pickle.loads((folder / "value").read_bytes())
         _show_cursor()
+        if verdict.signal:
+            text = describe(verdict.beat, config.nproc, verdict.reason)
+            print(f"dlrm: {text}", file=sys.stderr, flush=True)
+            _raise_signal(verdict.signal)
         error = _to_error(verdict, config.nproc, folder)
         if isinstance(error, WorkersFailed) and run_dir.is_dir():
             _keep_failures(folder, run_dir, watchdog)
@@ -138,10 +145,10 @@ def start(
     if config.nproc > 1 or fresh_processes:
         return launch(entry, args, config, run_dir, stops_in_order=stops_in_order)
     keep_heap()
-    if config.num_threads is not None:
+    if (num_threads := threads_per_worker(config)) is not None:
         import torch
 
-        torch.set_num_threads(config.num_threads)
+        torch.set_num_threads(num_threads)
     return entry(single_process(), *args, *here_only)
 
 
@@ -153,11 +160,13 @@ def single_process() -> WorkerContext:
 def threads_per_worker(config: LaunchConfig) -> int | None:
     """`launch.num_threads`, or an equal share of the cores; None: as torch has it.
 
-    A worker gets no more than OMP_NUM_THREADS, which the user may have set.
+    A worker gets no more than OMP_NUM_THREADS, which the user may have set. One process is told a
+    number only where a quota leaves it fewer cores than torch sees.
     """
-    if config.num_threads is not None or config.nproc == 1:
+    cpus = available_cpus()
+    if config.num_threads is not None or (config.nproc == 1 and cpus >= usable_cpus()):
         return config.num_threads
-    share = max(1, len(os.sched_getaffinity(0)) // config.nproc)
+    share = max(1, cpus // config.nproc)
     most = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     return min(share, max(1, int(most))) if most.isdigit() else share
 
@@ -202,8 +211,9 @@ def join(entry: Callable[..., Any], args: tuple[Any, ...], config: LaunchConfig)
 
 
 @contextlib.contextmanager
-def _first_signal_told(folder: Path) -> Iterator[None]:
-    """Has the workers end in order on a first signal; a second one goes to the elastic launcher."""
+def _first_signal_told(folder: Path, end: Callable[[], None]) -> Iterator[None]:
+    """Has the workers end in order on a first signal; a second one goes to the elastic launcher,
+    after `end` was called."""
     from torch.distributed.elastic.multiprocessing import SignalException
 
     def first(number: int) -> None:
@@ -211,6 +221,7 @@ def _first_signal_told(folder: Path) -> Iterator[None]:
         announce(number)
 
     def second(number: int) -> None:
+        end()
         raise SignalException("a second signal", signal.Signals(number))
 
     with stop_on_signal(first, second):
@@ -218,7 +229,7 @@ def _first_signal_told(folder: Path) -> Iterator[None]:
 
 
 def _run_elastic(
-    folder: Path, nproc: int, num_threads: int | None, *, handles_signals: bool
+    folder: Path, nproc: int, num_threads: int | None, *, stops_in_order: bool
 ) -> dict[int, int]:
     """Runs the workers to their end; returns exit statuses as `blame.Evidence` has them."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
@@ -226,11 +237,14 @@ def _run_elastic(
     from torch.distributed.launcher.api import LaunchConfig as ElasticConfig
     from torch.distributed.launcher.api import elastic_launch
 
+    from dlrm import loopback
+
+    loopback.register()
     program = folder / "worker.py"
     program.write_text(
         f"import sys\nfrom pathlib import Path\nsys.path[:] = {sys.path!r}\n"
         "from dlrm.worker import main\n"
-        f"main(Path({str(folder)!r}), {os.getpid()})\n"
+        f"main(Path({str(folder)!r}), {os.getpid()}, stops_in_order={stops_in_order})\n"
     )
     # A signal that is ignored, as SIGHUP is under nohup, stays ignored.
     handled = [
@@ -243,15 +257,13 @@ def _run_elastic(
         max_nodes=1,
         nproc_per_node=nproc,
         run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        rdzv_configs={"is_host": True},
-        local_addr="localhost",
+        rdzv_backend=loopback.BACKEND,
+        local_addr=loopback.HOST,
         max_restarts=0,
         monitor_interval=_MONITOR_S,
         logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
         # It wants one at least; SIGQUIT is nobody's here.
-        signals_to_handle=",".join(n.name for n in (handled if handles_signals else _UNUSED)),
+        signals_to_handle=",".join(n.name for n in (_UNUSED if stops_in_order else handled)),
         shutdown_timeout=int(GRACE_S),
     )
     try:
@@ -262,10 +274,15 @@ def _run_elastic(
         return {rank: failure.exitcode for rank, failure in error.failures.items()}
     except SignalException as error:
         _show_cursor()
-        if error.sigval == signal.SIGINT:
-            raise KeyboardInterrupt from None
-        raise SystemExit(128 + error.sigval) from None
+        _raise_signal(error.sigval)
     return {}
+
+
+def _raise_signal(number: int) -> NoReturn:
+    """Ends this process as the signal would."""
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt from None
+    raise SystemExit(128 + number) from None
 
 
 @contextlib.contextmanager

@@ -5,16 +5,19 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import json
+import math
 import os
 import signal
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from dlrm.blame import Evidence, Verdict, describe, find_failed, find_hanging
 from dlrm.heartbeat import NO_STEP, START, Beat, Heartbeat, read_heartbeats
-from dlrm.worker import Failure, failure_file
+from dlrm.worker import Failure, end_file, failure_file
+from embeddings.awake_clock import LONGEST_S, AwakeClock
 
 GRACE_S = 5.0
 """So long may a worker that is told to end close its files; then it is killed."""
@@ -73,8 +76,13 @@ class Watchdog:
         told = [Failure(**json.loads(path.read_text())) for path in paths if path.exists()]
         return sorted(told, key=lambda failure: failure.time_s)
 
+    def end(self) -> None:
+        """Workers that get a signal from now on are to end at once."""
+        end_file(self._folder).touch()
+
     def _watch(self) -> None:
         ends_s: float | None = None
+        silence = Silence()
         while not self._done.wait(_POLL_S):
             now_s = time.monotonic()
             if ends_s is not None:
@@ -83,11 +91,12 @@ class Watchdog:
             elif self._has_failed():
                 ends_s = now_s + GRACE_S  # The launcher has sent SIGTERM to the others.
             else:
-                beats = self.beats()
+                beats = silence.adjusted(self.beats(), now_s)
                 running = {beat.rank for beat in beats if not beat.pid or _is_running(beat.pid)}
                 self._hanging = find_hanging(beats, running, now_s, self._timeout_s)
                 if self._hanging is not None:
                     ends_s = now_s + GRACE_S
+                    self.end()
                     self._signal(signal.SIGTERM)
 
     def _has_failed(self) -> bool:
@@ -107,6 +116,36 @@ class Watchdog:
         return frozenset(reached)
 
 
+class Silence:
+    """How long ranks have been silent, without the time in which whoever watches was stopped too.
+
+    A job that was suspended as a whole is no job that hangs. To be asked several times a second.
+    """
+
+    def __init__(self) -> None:
+        self._now_s = 0.0
+        self._clock = AwakeClock(lambda: self._now_s)
+        self._last: dict[int, tuple[float, float]] = {}
+
+    def adjusted(self, beats: list[Beat], now_s: float) -> list[Beat]:
+        """The beats, each as if it had come later by the time that its rank couldn't use.
+
+        Args:
+            beats: the last ones, by `time.monotonic()`.
+            now_s: of the same clock.
+        """
+        self._now_s = now_s
+        awake_s = self._clock()
+        found = []
+        for beat in beats:
+            time_s, since_s = self._last.get(beat.rank, (math.nan, 0.0))
+            if time_s != beat.time_s:  # A new one.
+                since_s = awake_s - min(now_s - beat.time_s, LONGEST_S)
+                self._last[beat.rank] = beat.time_s, since_s
+            found.append(replace(beat, time_s=max(beat.time_s, now_s - (awake_s - since_s))))
+        return found
+
+
 def watch_self(heartbeat: Heartbeat, rank: int, world_size: int, timeout_s: float) -> None:
     """Starts a thread that ends this process, a rank without a launcher of ours, once it hangs.
 
@@ -118,8 +157,11 @@ def watch_self(heartbeat: Heartbeat, rank: int, world_size: int, timeout_s: floa
     """
 
     def watch() -> None:
+        silence = Silence()
         while not (beat := heartbeat.last(rank)).is_finished:
-            verdict = find_hanging([beat], {rank}, time.monotonic(), timeout_s)
+            now_s = time.monotonic()
+            beats = silence.adjusted([beat], now_s)
+            verdict = find_hanging(beats, {rank}, now_s, timeout_s)
             if verdict is not None:
                 reason = describe(verdict.beat, world_size, verdict.reason)
                 print(f"dlrm: {reason}; where it was:", file=sys.stderr, flush=True)

@@ -19,6 +19,7 @@ import traceback
 import uuid
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -26,7 +27,14 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from dlrm.heap import keep_heap
-from dlrm.heartbeat import NO_STEP, START, Heartbeat, NoHeartbeat, heartbeat_file
+from dlrm.heartbeat import (
+    NO_STEP,
+    START,
+    Heartbeat,
+    NoHeartbeat,
+    heartbeat_file,
+    read_heartbeats,
+)
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -36,7 +44,10 @@ START_TIMEOUT_S = 60.0
 
 # Errors of these packages that are ValueErrors are the user's to mend (as in dlrm/__main__.py).
 _OUR_PACKAGES = ("data", "embeddings", "dlrm")
-_END_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+_END_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+# gloo's own limit would end a run that was suspended as soon as it goes on. The watchdog, which
+# knows of that, finds who hangs.
+_GROUP_TIMEOUT = timedelta(days=7)
 _POLL_S = 0.02
 _PR_SET_PDEATHSIG = 1
 _CLONE_NEWNET = 0x40000000
@@ -106,6 +117,7 @@ class Failure:
         message: the exception's.
         traceback: whole; empty for an error that our own code raises on purpose.
         os_error: errno, text and file name of kind `os`.
+        signal: of kind `stopped`, the one that told it.
     """
 
     rank: int
@@ -114,22 +126,29 @@ class Failure:
     message: str
     traceback: str
     os_error: tuple[int, str, str] | None = None
+    signal: int = 0
 
 
 class Stopped(BaseException):
-    """The launcher tells this worker to end: another one has failed, or the run was ended."""
+    """This worker is told to end: another one has failed, or the run was ended."""
 
-    def __init__(self, time_s: float) -> None:
+    def __init__(self, time_s: float, number: int) -> None:
         super().__init__("told to end")
-        self.time_s = time_s
+        self.time_s, self.number = time_s, number
 
 
-def main(folder: Path, launcher_pid: int) -> None:
-    """Runs the task in `folder` as the rank that the environment says, then ends the process."""
+def main(folder: Path, launcher_pid: int, *, stops_in_order: bool = False) -> None:
+    """Runs the task in `folder` as the rank that the environment says, then ends the process.
+
+    Args:
+        folder: shared with the launcher.
+        launcher_pid: its process.
+        stops_in_order: see `launch`.
+    """
     _die_with(launcher_pid)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     heartbeat = Heartbeat(heartbeat_file(folder, rank))
-    _handle_signals(stack_file(folder, rank))
+    _handle_signals(folder, rank, stops_in_order=stops_in_order)
     brief_warnings(shown=rank == 0)
     try:
         task: Task = pickle.loads((folder / "task").read_bytes())
@@ -139,8 +158,6 @@ def main(folder: Path, launcher_pid: int) -> None:
         if rank == 0:
             (folder / "value").write_bytes(pickle.dumps(value))
         heartbeat.finished()
-    except KeyboardInterrupt:
-        _end(130)
     except BaseException as error:
         for number in _END_SIGNALS:
             signal.signal(number, signal.SIG_IGN)  # Being told to end isn't why it failed.
@@ -179,7 +196,7 @@ def run_as_rank(task: Task, context: WorkerContext) -> Any:
         store=store,
         rank=rank,
         world_size=world_size,
-        timeout=timedelta(seconds=task.timeout_s),
+        timeout=_GROUP_TIMEOUT,
     )
     value = task.entry(context, *task.args)
     # Not after a failure: it can wait for ranks that are gone.
@@ -248,8 +265,13 @@ def failure_file(folder: Path, rank: int) -> Path:
 
 
 def stop_file(folder: Path) -> Path:
-    """Where the launcher writes the number of a signal that is to end the run in order."""
+    """Where whoever gets it writes the number of a signal that is to end the run in order."""
     return folder / "stop"
+
+
+def end_file(folder: Path) -> Path:
+    """What the launcher makes before it tells workers to end at once."""
+    return folder / "end"
 
 
 def stack_file(folder: Path, rank: int) -> Path:
@@ -264,18 +286,47 @@ def _die_with(launcher_pid: int) -> None:
         os._exit(1)
 
 
-def _handle_signals(stack: Path) -> None:
-    """On SIGTERM the stack is written, even by a thread that hangs in C, then `Stopped` raised."""
+def _handle_signals(folder: Path, rank: int, *, stops_in_order: bool) -> None:
+    """On a signal the stack is written, even by a thread that hangs in C, then `Stopped` raised.
 
-    def stop(signum: int, frame: FrameType | None) -> None:
-        signal.signal(signum, signal.SIG_IGN)  # What cleans up now isn't to be stopped again.
-        raise Stopped(time.monotonic())
+    A batch system may send its signal to workers, too, or to them alone. Of a run that stops in
+    order, a first one that isn't the launcher's goes into the stop file.
+    """
+    file = open(stack_file(folder, rank), "w")  # noqa: SIM115  (lives as long as the process)
+    may_go_on = stops_in_order
 
-    file = open(stack, "w")  # noqa: SIM115  (lives as long as the process)
+    def stop(number: int, frame: FrameType | None) -> None:
+        nonlocal may_go_on
+        if may_go_on and not _is_ending(folder):
+            may_go_on = False
+            with suppress(OSError):
+                stop_file(folder).write_text(str(number))
+                os.ftruncate(file.fileno(), 0)  # The stack: nothing has failed.
+                os.lseek(file.fileno(), 0, os.SEEK_SET)
+                return
+        signal.signal(number, signal.SIG_IGN)  # What cleans up now isn't to be stopped again.
+        raise Stopped(time.monotonic(), number)
+
     faulthandler.enable(file)
     for number in _END_SIGNALS:
-        signal.signal(number, stop)
-        faulthandler.register(number, file, chain=True)
+        if signal.getsignal(number) is not signal.SIG_IGN:  # As SIGHUP is under nohup.
+            signal.signal(number, stop)
+            faulthandler.register(number, file, chain=True)
+
+
+def _is_ending(folder: Path) -> bool:
+    """Whether the launcher has a reason to end the workers: else a signal is from elsewhere."""
+    if end_file(folder).exists() or any(folder.glob("*.failure")):
+        return True
+    return any(not beat.is_finished and _is_gone(beat.pid) for beat in read_heartbeats(folder))
+
+
+def _is_gone(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return True
+    return state in ("Z", "X")
 
 
 def _describe(error: BaseException, rank: int) -> Failure:
@@ -286,7 +337,7 @@ def _describe(error: BaseException, rank: int) -> Failure:
     message = f"{type(error).__name__}: {error}"
     time_s = time.monotonic()
     if isinstance(error, Stopped):
-        return Failure(rank, "stopped", error.time_s, message, text)
+        return Failure(rank, "stopped", error.time_s, message, text, signal=error.number)
     if is_secondary(error):
         return Failure(rank, "secondary", time_s, message, text)
     if is_user_error(error):

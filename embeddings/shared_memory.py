@@ -7,13 +7,10 @@ of them by a short message on a Unix socket, and reads what they wrote when it w
 
 from __future__ import annotations
 
-import errno
-import mmap
 import os
 import select
 import socket
 import struct
-import time
 import uuid
 import weakref
 from collections.abc import Callable, Sequence
@@ -25,10 +22,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from embeddings.awake_clock import LOOK_S, AwakeClock
 from embeddings.communicator import PeerLost, Pending, ProcessGroup
+from embeddings.shared_pool import Block, FileLimitError, SharedPool, map_file
 
-# Number of the collective; buffer, first byte and number of bytes of the values; whether the
-# buffer's file comes along, as it does where it is new. Then, eight bytes each, the numbers of
+# Number of the collective; segment, first byte and number of bytes of the values; whether the
+# segment's file comes along, as it does where it is new. Then, eight bytes each, the numbers of
 # collectives of the receiver's that the sender has read since its last message.
 _MESSAGE = struct.Struct("<QIQQ?")
 _NUMBER_BYTES = 8
@@ -37,7 +36,6 @@ _MOST_BYTES = _MESSAGE.size + _MOST_READ * _NUMBER_BYTES
 _CREDENTIALS = struct.Struct("iII")
 _ALIGN_BYTES = 64
 _BACKLOG = 128
-_PAGE_BYTES = mmap.PAGESIZE
 _LONGEST_POLL_MS = 3_600_000.0  # poll takes no more than 31 bits of them.
 
 
@@ -59,7 +57,7 @@ def why_not_shared(group: dist.ProcessGroup | None = None) -> str | None:
     if asked:
         return f"GLOO_SOCKET_IFNAME asks for {' and '.join(asked)}"
     if not all(place for _, place in of_ranks):
-        return "it is built for Linux, with /proc, only"
+        return "it is built for Linux, with /proc and memfd_create, only"
     if len({place for _, place in of_ranks}) > 1:
         return "the ranks aren't on one host and in one network namespace"
     return None
@@ -71,6 +69,7 @@ def _place_here() -> tuple[str, ...] | None:
     if not hasattr(os, "memfd_create"):
         return None
     try:
+        os.close(os.memfd_create("dlrm-try", os.MFD_CLOEXEC))  # A sandbox may forbid it.
         namespaces = [os.readlink(f"/proc/self/ns/{name}") for name in ("net", "pid")]
         return Path("/proc/sys/kernel/random/boot_id").read_text(), *namespaces
     except OSError:
@@ -80,9 +79,8 @@ def _place_here() -> tuple[str, ...] | None:
 class SharedMemory(ProcessGroup):
     """The ranks of a gloo group that are on one host; see `why_not_shared`.
 
-    Who owns what: a rank owns the buffers that it sends from, which the others map. One that all
-    have read is used again; where none is free there is one more. A buffer is a file in memory
-    without a name (memfd): it goes with the last process that has it.
+    Who owns what: a rank owns the memory that it sends from, blocks of a few files that the others
+    map (`SharedPool`). A block that all have read is used again.
 
     Phases of a collective: once issued, its values are in shared memory and every other rank has a
     message; waited for, they are read from there. In between nothing runs, and the other ranks
@@ -99,7 +97,9 @@ class SharedMemory(ProcessGroup):
         timeout_s: see `PeerLost`.
 
     Raises:
-        PeerLost: by any wait, where another rank is gone, or silent for longer than `timeout_s`.
+        PeerLost: by any wait, where another rank is gone, or silent for longer than `timeout_s`
+            (of time in which this process wasn't stopped).
+        FileLimitError: this process may have too few open files.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, timeout_s: float) -> None:
@@ -108,7 +108,7 @@ class SharedMemory(ProcessGroup):
         self.transport = "shared memory"
         self._timeout_s = timeout_s
         self._number = 0
-        self._buffers: list[_Buffer] = []
+        self._pool = SharedPool()
         self._peers = self._connect()
         weakref.finalize(self, _close_all, [peer.socket for peer in self._peers.values()])
 
@@ -158,27 +158,35 @@ class SharedMemory(ProcessGroup):
         self._number += 1
         sizes = [-(-part.nbytes // _ALIGN_BYTES) * _ALIGN_BYTES for _, part in parts]
         starts = list(accumulate(sizes, initial=0))
-        buffer = self._free_buffer(starts[-1])
+        block = self._pool.take(starts[-1])
+        block.num_readers = len(self._peers)
         for start, (peers, part) in zip(starts, parts, strict=False):
             if part.numel():
-                buffer.bytes[start : start + part.nbytes].view(part.dtype).copy_(part)
+                block.bytes(start, part.nbytes).view(part.dtype).copy_(part)
             for peer in peers:
-                self._tell(kind, self._peers[peer], buffer, start, part.nbytes)
+                self._tell(kind, self._peers[peer], block, start, part.nbytes)
         return self._number
 
-    def _tell(self, kind: str, peer: _Peer, buffer: _Buffer, start: int, size: int) -> None:
+    def _tell(self, kind: str, peer: _Peer, block: Block, start: int, size: int) -> None:
         """Tells another rank where its values lie. While its socket is full, takes what the others
         have told: they may be waiting for that."""
+        clock = AwakeClock()
         try:
-            until_s = time.monotonic() + self._timeout_s
-            while not peer.tell(self._number, buffer, start, size):
-                self._poll(list(self._peers.values()), until_s, full=peer)
+            while not peer.tell(self._number, block, start, size):
+                self._poll(list(self._peers.values()), clock, full=peer)
                 for other in self._peers.values():
-                    other.take_message()
+                    self._take_message(other)
         except _PeerError as error:
             raise self._lost_peer(kind, error.peer, error) from error
-        except OSError as error:
-            raise self._lost_peer(kind, peer.rank, error) from error
+
+    def _take_message(self, peer: _Peer) -> bool:
+        """Takes a rank's next message; False where none has come."""
+        read = peer.take_message()
+        if read is None:
+            return False
+        for block in read:
+            self._pool.read_by_one(block)
+        return True
 
     def _await(self, number: int) -> None:
         """Until every other rank has told of its values for a collective.
@@ -187,27 +195,39 @@ class SharedMemory(ProcessGroup):
             _PeerError: of the first that is found to be gone, whichever are waited for besides; or
                 of one that is silent.
         """
-        until_s = time.monotonic() + self._timeout_s
+        clock = AwakeClock()
         missing = list(self._peers.values())
         while True:
-            missing = [peer for peer in missing if not peer.has_told(number)]
+            missing = [peer for peer in missing if not self._has_told(peer, number)]
             if not missing:
                 return
-            self._poll(missing, until_s)
+            self._poll(missing, clock)
 
-    def _poll(self, peers: Sequence[_Peer], until_s: float, *, full: _Peer | None = None) -> None:
+    def _has_told(self, peer: _Peer, number: int) -> bool:
+        """Whether a rank's values of a collective are there, by what has come so far."""
+        while not peer.has_arrived(number):
+            if not self._take_message(peer):
+                return False
+        return True
+
+    def _poll(
+        self, peers: Sequence[_Peer], clock: AwakeClock, *, full: _Peer | None = None
+    ) -> None:
         """Until one of the peers has sent something, or what is sent to `full` may be taken.
 
         Raises:
-            _PeerError: none did before that time.
+            _PeerError: none did before the clock, which began with the wait, was at `timeout_s`.
         """
         ready = select.poll()
         for peer in peers:
             ready.register(peer.socket, select.POLLIN)
         if full is not None:
             ready.register(full.socket, select.POLLIN | select.POLLOUT)
-        while not ready.poll(min(_LONGEST_POLL_MS, max(0.0, until_s - time.monotonic()) * 1e3)):
-            if time.monotonic() >= until_s:
+        while True:
+            left_s = self._timeout_s - clock()
+            if ready.poll(max(0.0, min(LOOK_S, left_s)) * 1e3):
+                return
+            if left_s <= 0:
                 silent = full if full is not None else peers[0]
                 raise _PeerError(silent.rank, f"nothing for {self._timeout_s:g} s")
 
@@ -233,21 +253,6 @@ class SharedMemory(ProcessGroup):
 
     def _lost_peer(self, kind: str, peer: int, error: Exception) -> PeerLost:
         return PeerLost(f"rank {self.rank}, waiting for {kind}: rank {peer}: {error}")
-
-    def _free_buffer(self, num_bytes: int) -> _Buffer:
-        """A buffer that no rank has yet to read, of at least that many bytes."""
-        unread = {buffer.number for peer in self._peers.values() for buffer in peer.unread.values()}
-        free = [buffer for buffer in self._buffers if buffer.number not in unread]
-        large = [buffer for buffer in free if buffer.bytes.numel() >= num_bytes]
-        if large:
-            return min(large, key=lambda buffer: buffer.bytes.numel())
-        number = len(self._buffers)
-        if free:
-            # In place of one that has become too small, in the other ranks' lists too.
-            number = min(free, key=lambda buffer: buffer.bytes.numel()).number
-            self._buffers = [buffer for buffer in self._buffers if buffer.number != number]
-        self._buffers.append(_Buffer(number, num_bytes + num_bytes // 5))
-        return self._buffers[-1]
 
     def _connect(self) -> dict[int, _Peer]:
         """A socket to every other rank."""
@@ -296,36 +301,17 @@ class _PeerError(Exception):
         self.peer = peer
 
 
-class _Buffer:
-    """Memory of this rank that the others map.
-
-    Attributes:
-        number: the place in their lists.
-        file: what they map.
-        bytes: the memory, uint8.
-        known_to: ranks that have its file.
-    """
-
-    def __init__(self, number: int, num_bytes: int) -> None:
-        self.number = number
-        self.known_to: set[int] = set()
-        self.file = os.memfd_create(f"dlrm-{number}", os.MFD_CLOEXEC)
-        weakref.finalize(self, os.close, self.file)
-        os.ftruncate(self.file, max(1, -(-num_bytes // _PAGE_BYTES)) * _PAGE_BYTES)
-        self.bytes = _map(self.file)
-
-
 class _Peer:
     """The connection to one other rank.
 
     Attributes:
         socket: messages to and from it.
-        unread: by the number of the collective, the buffers with values that it has yet to read.
+        unread: by the number of the collective, the blocks with values that it has yet to read.
     """
 
     def __init__(self, rank: int, connected: socket.socket) -> None:
         self.rank, self.socket = rank, connected
-        self.unread: dict[int, _Buffer] = {}
+        self.unread: dict[int, Block] = {}
         self._mapped: dict[int, Tensor] = {}
         self._arrived: dict[int, Tensor] = {}
         self._have_read: list[int] = []
@@ -334,63 +320,65 @@ class _Peer:
         """This rank has read its values of a collective; the next message says so."""
         self._have_read.append(number)
 
-    def tell(self, number: int, buffer: _Buffer, start: int, size: int) -> bool:
-        """Tells it where the values of a collective lie; False where its socket is full."""
-        is_new = self.rank not in buffer.known_to
+    def tell(self, number: int, block: Block, start: int, size: int) -> bool:
+        """Tells it where the values of a collective lie in a block; False where its socket is full.
+
+        Raises:
+            _PeerError: it is gone.
+            OSError: for what this process lacks.
+        """
+        segment = block.segment
+        is_new = self.rank not in segment.known_to
         told = self._have_read[:_MOST_READ]
-        message = _MESSAGE.pack(number, buffer.number, start, size, is_new)
+        message = _MESSAGE.pack(number, segment.number, block.start + start, size, is_new)
         message += struct.pack(f"<{len(told)}Q", *told)
-        files = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", buffer.file))]
+        files = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", segment.file))]
         try:
             self.socket.sendmsg([message], files if is_new else [])
         except BlockingIOError:
             return False
+        except ConnectionError as error:
+            raise _PeerError(self.rank, str(error)) from error
         del self._have_read[: len(told)]
-        self.unread[number] = buffer
-        buffer.known_to.add(self.rank)
+        self.unread[number] = block
+        segment.known_to.add(self.rank)
         return True
 
-    def has_told(self, number: int) -> bool:
-        """Whether the values of a collective are there, by what has come so far.
-
-        Raises:
-            _PeerError: see there.
-        """
-        while number not in self._arrived:
-            if not self.take_message():
-                return False
-        return True
+    def has_arrived(self, number: int) -> bool:
+        """Whether it has told of its values of a collective."""
+        return number in self._arrived
 
     def take_values(self, number: int) -> Tensor:
         """Those of a collective that it has told of, uint8."""
         return self._arrived.pop(number)
 
-    def take_message(self) -> bool:
-        """Takes the next one; False where none has come.
+    def take_message(self) -> list[Block] | None:
+        """Takes the next one; the blocks that it says were read, or None where none has come.
 
         Raises:
-            _PeerError: see there.
+            _PeerError: it is gone.
+            FileLimitError: this process can't take the file that comes along.
         """
         try:
             message, files = self._next_message()
         except BlockingIOError:
-            return False
+            return None
         except OSError as error:
             raise _PeerError(self.rank, str(error)) from error
         if not message:
             raise _PeerError(self.rank, "the connection is closed")
-        number, buffer, start, size, is_new = _MESSAGE.unpack_from(message)
-        for (read,) in struct.iter_unpack("<Q", message[_MESSAGE.size :]):
-            del self.unread[read]
+        number, segment, start, size, is_new = _MESSAGE.unpack_from(message)
+        were_read = struct.iter_unpack("<Q", message[_MESSAGE.size :])
+        read = [self.unread.pop(earlier) for (earlier,) in were_read]
         if is_new and not files:
-            # The kernel leaves a file out where this process may have no more.
-            text = f"{os.strerror(errno.EMFILE)} in this process: raise its limit (ulimit -n)"
-            raise OSError(errno.EMFILE, text)
+            raise FileLimitError  # The kernel leaves a file out where there may be no more.
         for file in files:
-            self._mapped[buffer] = _map(file)
-            os.close(file)
-        self._arrived[number] = self._mapped[buffer][start : start + size]
-        return True
+            try:
+                self._mapped[segment] = map_file(file)
+            finally:
+                os.close(file)
+        self._arrived[number] = self._mapped[segment][start : start + size]
+        return read
 
     def _next_message(self) -> tuple[bytes, list[int]]:
         for was_reset in (False, True):
@@ -402,11 +390,6 @@ class _Peer:
                 if was_reset:
                     raise
         raise AssertionError("unreachable")
-
-
-def _map(file: int) -> Tensor:
-    """The whole of a file in memory, uint8, shared with whoever else maps it."""
-    return torch.frombuffer(mmap.mmap(file, os.fstat(file).st_size), dtype=torch.uint8)
 
 
 def _pid_of(connected: socket.socket) -> int:

@@ -11,7 +11,6 @@ import os
 import select
 import socket
 import threading
-import time
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -21,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from embeddings.awake_clock import LOOK_S, AwakeClock
 from embeddings.compiled import compiled
 
 Int64Array = npt.NDArray[np.int64]
@@ -37,7 +37,6 @@ _REASONS = {
     UNEXPECTED: "it sent another message than is due: the ranks don't run the same program",
 }
 _QUEUE_LENGTH = 256
-_LONGEST_POLL_S = 3600.0  # poll takes milliseconds, as a 32-bit integer.
 _HEADER_BYTES = 16
 _POLLIN, _POLLOUT, _POLLERR, _POLLHUP, _POLLNVAL = 1, 4, 8, 16, 32
 _LOOK_MS = 200
@@ -140,9 +139,10 @@ class SocketEngine:
 
         Raises:
             SocketError: the peer of one of them is gone, whether or not others were still to come
-                before; or nothing came for longer than `timeout_s`.
+                before; or nothing came for longer than `timeout_s`, of time in which this process
+                wasn't stopped.
         """
-        until_s = time.monotonic() + self._timeout_s
+        clock = AwakeClock()
         while True:
             # Read first: a message may have been carried right before the socket broke.
             states = self._states.copy()
@@ -154,10 +154,10 @@ class SocketEngine:
             for _, peer, _ in messages:
                 if states[peer] != FINE:
                     raise SocketError(peer, _REASONS[int(states[peer])])
-            left_s = until_s - time.monotonic()
+            left_s = self._timeout_s - clock()
             if left_s <= 0:
                 raise SocketError(messages[0][1], f"nothing for {self._timeout_s:g} s")
-            if self._told.poll(min(left_s, _LONGEST_POLL_S) * 1e3):
+            if self._told.poll(min(left_s, LOOK_S) * 1e3):
                 os.eventfd_read(self._news)
 
     def close(self) -> None:

@@ -23,11 +23,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from embeddings.communicator import PeerLost, Pending, ProcessGroup
+from embeddings.greetings import GREETING, SECRET_BYTES, accept_ranks
 from embeddings.socket_engine import RECEIVE, SEND, Message, SocketEngine, SocketError
 
 _BACKLOG = 128
-_SECRET_BYTES = 16
-_GREETING = struct.Struct(f"<{_SECRET_BYTES}sQ")  # The run's secret, the rank that connects.
 _LONGEST_CONNECT_S = 20.0
 _SIOCGIFADDR = 0x8915
 
@@ -176,48 +175,27 @@ def _connect(comm: ProcessGroup, sockets: dict[int, socket.socket], limit_s: flo
         reason = f"rank {comm.rank} can't listen: {error}"
     with listener or nullcontext():
         address = None if listener is None else listener.getsockname()[:2]
-        of_ranks = comm.all_gather_object((address, secrets.token_bytes(_SECRET_BYTES)))
+        of_ranks = comm.all_gather_object((address, secrets.token_bytes(SECRET_BYTES)))
         if listener is None or any(address is None for address, _ in of_ranks):
             return reason
         secret = of_ranks[0][1]
         # From here: a rank may have waited for a name server.
         until_s = time.monotonic() + limit_s
-        peer = comm.rank
+        peer = 0
         try:
             for peer in range(comm.rank):
                 left_s = max(0.1, until_s - time.monotonic())
                 sockets[peer] = socket.create_connection(of_ranks[peer][0], left_s)
-                sockets[peer].sendall(_GREETING.pack(secret, comm.rank))
-            while len(sockets) < comm.world_size - 1:
-                peer = next(r for r in range(comm.world_size) if r not in (comm.rank, *sockets))
-                listener.settimeout(max(0.1, until_s - time.monotonic()))
-                connected, _ = listener.accept()
-                rank = _greeted(connected, secret, until_s)
-                if rank is None or rank in sockets or not comm.rank < rank < comm.world_size:
-                    connected.close()
-                else:
-                    sockets[rank] = connected
+                sockets[peer].sendall(GREETING.pack(secret, comm.rank))
+            later = set(range(comm.rank + 1, comm.world_size))
+            peer = comm.rank
+            accept_ranks(listener, secret, later, sockets, lambda: until_s - time.monotonic())
         except OSError as error:
+            if peer == comm.rank:
+                peer = min(later - sockets.keys())
             host, port = of_ranks[peer][0]
             return f"ranks {comm.rank} and {peer} ({host}:{port}) can't be connected: {error}"
     return None
-
-
-def _greeted(connected: socket.socket, secret: bytes, until_s: float) -> int | None:
-    """The rank at the other end; None for a stranger."""
-    greeting = b""
-    try:
-        while len(greeting) < _GREETING.size:
-            # A stranger may say nothing: the ranks aren't kept waiting by it.
-            connected.settimeout(max(0.1, min(2.0, until_s - time.monotonic())))
-            part = connected.recv(_GREETING.size - len(greeting))
-            if not part:
-                return None
-            greeting += part
-    except OSError:
-        return None
-    said, rank = _GREETING.unpack(greeting)
-    return int(rank) if secrets.compare_digest(said, secret) else None
 
 
 def _own_address() -> str:

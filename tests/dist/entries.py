@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
+import re
 import signal
 import socket
 import sys
@@ -17,6 +20,7 @@ import torch.distributed as dist
 from data.errors import UserError
 from dlrm.bench.network import measure_link, read_sent_bytes
 from dlrm.launch import WorkerContext
+from dlrm.stop import StopRequest
 
 FOR_EVER_S = 10_000.0
 
@@ -88,6 +92,38 @@ def warn(context: WorkerContext) -> None:
     """Every rank warns, and says which it is."""
     warnings.warn("train.nothing is ignored", stacklevel=2)
     sys.stdout.write(f"rank {context.rank} here\n")
+
+
+def step_until_told(context: WorkerContext, pids: str, rank: int, signal_name: str) -> int:
+    """Steps until a rank is told to stop; `rank` sends itself a signal in step 3, as a batch system
+    may. Returns the signal's number."""
+    (Path(pids) / str(context.rank)).write_text(str(os.getpid()))
+    stop = StopRequest(context.stop_file)
+    for step in itertools.count(1):
+        context.heartbeat.beat(step, "forward")
+        if step == 3 and context.rank == rank:
+            misbehave(signal_name)
+        asked = torch.tensor([int(stop.asked() and stop.number)])
+        dist.all_reduce(asked, dist.ReduceOp.MAX)
+        if asked:
+            return int(asked)
+        time.sleep(0.01)
+    raise AssertionError("unreachable")
+
+
+def open_ports(context: WorkerContext) -> list[str]:
+    """Local addresses, in hexadecimal, that this rank or its launcher listens on."""
+    sum_of_ranks(context)
+    sockets = set()
+    for pid in (os.getpid(), os.getppid()):
+        for file in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                sockets.add(re.sub(r"\D", "", os.readlink(file)))
+    lines = Path("/proc/net/tcp").read_text() + Path("/proc/net/tcp6").read_text()
+    rows = [line.split() for line in lines.splitlines()]
+    found = [r[1].split(":")[0] for r in rows if len(r) > 9 and r[3] == "0A" and r[9] in sockets]
+    sum_of_ranks(context)
+    return found
 
 
 def leave(context: WorkerContext) -> None:

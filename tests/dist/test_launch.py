@@ -234,6 +234,66 @@ def test_a_mistake_that_all_ranks_meet_is_told_once(
     assert not (tmp_path / "failures.txt").exists()
 
 
+@pytest.mark.processes
+@pytest.mark.parametrize("rank", [0, 1])
+def test_f12_a_signal_to_one_worker_ends_the_run_in_order(
+    tmp_path: Path, pids: Path, rank: int, forked: None
+) -> None:
+    """All ranks stop after the same step, and the launcher is told nothing of a failure."""
+    config = LaunchConfig(nproc=2, timeout_s=30.0)
+    args = (str(pids), rank, "SIGTERM")
+    found = launch(entries.step_until_told, args, config, tmp_path, stops_in_order=True)
+    assert found == signal.SIGTERM
+    assert not any(map(is_alive, pids_in(pids)))
+
+
+@pytest.mark.processes
+def test_f12_a_signal_to_a_worker_of_what_keeps_no_state_is_the_exit_status(
+    tmp_path: Path, pids: Path, forked: None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        launch(entries.three_steps, ("SIGTERM", 1, str(pids)), LaunchConfig(nproc=2), tmp_path)
+    assert caught.value.code == 128 + signal.SIGTERM
+    err = capfd.readouterr().err
+    assert err == (
+        "dlrm: rank 1 of 2 (step 3, phase backward) was ended by a signal from elsewhere\n"
+    )
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_f31_a_run_on_one_host_listens_on_loopback_only(tmp_path: Path, forked: None) -> None:
+    found = launch(entries.open_ports, (), LaunchConfig(nproc=2), tmp_path)
+    assert found, "the launcher has a store, at least"
+    assert set(found) == {"0100007F"}, "127.0.0.1"
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_f14_a_suspended_run_goes_on(pids: Path) -> None:
+    """Launcher and workers are stopped for longer than `launch.timeout_s`; then the run ends as if
+    nothing had been."""
+    code = LAUNCHER.replace("LaunchConfig(nproc=2)", "LaunchConfig(nproc=2, timeout_s=4.0)")
+    code = code.replace('Path("nowhere")', 'Path("nowhere"), stops_in_order=True')
+    args = repr((str(pids), -1, ""))
+    launcher = start_python("-c", code, "step_until_told", args, TMPDIR=str(pids.parent))
+    try:
+        wait_for(lambda: len(pids_in(pids)) == 2, "both workers at work")
+        everybody = [launcher.pid, *pids_in(pids)]
+        for pid in everybody:
+            os.kill(pid, signal.SIGSTOP)
+        time.sleep(6.0)  # What is tested is that time goes by.
+        for pid in everybody:
+            os.kill(pid, signal.SIGCONT)
+        time.sleep(1.0)  # The watchdog has looked several times.
+        assert all(map(is_alive, everybody))
+        launcher.send_signal(signal.SIGTERM)
+        status, out, err = finish(launcher)
+    finally:
+        launcher.kill()
+    assert (status, out) == (0, "15\n"), err
+
+
 def test_a_missing_file_stays_an_os_error(fail: Callable[..., str]) -> None:
     assert "/nowhere/at-all" in fail("no file", 1, FileNotFoundError)
 

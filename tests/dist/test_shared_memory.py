@@ -6,14 +6,15 @@ import os
 import random
 import re
 import resource
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -30,7 +31,14 @@ from dlrm.heartbeat import NoHeartbeat
 from dlrm.launch import WorkerContext
 from embeddings import PeerLost, Plan, ProcessGroup, RowOptimizerConfig
 from embeddings.communicator import Communicator, Pending
-from embeddings.shared_memory import SharedMemory, why_not_shared
+from embeddings.shared_memory import (
+    _MESSAGE,
+    SharedMemory,
+    _Peer,
+    _place_here,
+    why_not_shared,
+)
+from embeddings.shared_pool import Block, FileLimitError, SharedPool
 from tests.check_cases import check_task, optimizers
 from tests.commands import compose_config, read_result, tiny, write_visits
 from tests.dist import train_entries
@@ -379,13 +387,14 @@ def no_more_files() -> Iterator[None]:
 
 
 def receive_without_room(rank: int, world_size: int) -> str:
-    """Rank 1 can't open another file when a larger buffer comes in the place of one that it has:
-    what its wait says, or nothing where it gave the right values."""
+    """Rank 1 can't open another file when values come that need a larger one than it has: what its
+    wait says, or nothing where it gave the right values."""
     comm = SharedMemory(timeout_s=TIMEOUT_S)
     for number in range(4):
         reduction(comm, number, torch.float32, 9)[0].wait()
     # What is for rank 1 would lie within the smaller one, too.
-    pending, expected = exchange(comm, 4, torch.float32, [[0, 9, 4000], [0, 0, 0], [0, 0, 0]])
+    splits = [[0, 9, 400_000], [0, 0, 0], [0, 0, 0]]
+    pending, expected = exchange(comm, 4, torch.float32, splits)
     comm.barrier()
     text = ""
     with no_more_files() if rank == 1 else nullcontext():
@@ -395,6 +404,17 @@ def receive_without_room(rank: int, world_size: int) -> str:
             text = str(error)
     comm.barrier()
     return text
+
+
+def many_in_few_files(rank: int, world_size: int, count: int) -> None:
+    """As `many_at_once`, where a process may open few files more."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    least = max(int(name) for name in os.listdir("/proc/self/fd")) + 1
+    resource.setrlimit(resource.RLIMIT_NOFILE, (least + 32, limits[1]))
+    try:
+        many_at_once(rank, world_size, count)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def reasons(rank: int, world_size: int, how: str) -> str | None:
@@ -466,6 +486,11 @@ def test_one_under_way_throughout_needs_no_buffers(workers: Workers) -> None:
 
 def test_issuing_never_waits(workers: Workers) -> None:
     workers(2).run(many_at_once, 1000)
+
+
+def test_f22_hundreds_under_way_need_few_files(workers: Workers) -> None:
+    """Whatever `train.accumulate` is, the limit of open files (often 1,024) suffices."""
+    workers(2).run(many_in_few_files, 1200)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -568,6 +593,81 @@ def test_a_stranger_does_not_take_a_place(does: str, workers: Workers) -> None:
 
 def test_a_buffer_that_can_not_be_received_is_an_error(workers: Workers) -> None:
     assert "files" in workers(3).run(receive_without_room)[1]
+
+
+@contextmanager
+def lone_rank(world_size: int) -> Iterator[tuple[SharedMemory, dict[int, socket.socket]]]:
+    """Rank 0 without a group, and the other ends of its connections."""
+    comm = object.__new__(SharedMemory)
+    comm.rank, comm.world_size, comm._timeout_s, comm._number = 0, world_size, 1.0, 0
+    comm.on_wait = lambda what: None
+    comm._pool, comm._peers = SharedPool(), {}
+    ends = {}
+    for peer in range(1, world_size):
+        near, ends[peer] = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        near.setblocking(False)
+        comm._peers[peer] = _Peer(peer, near)
+    yield comm, ends
+    for peer, end in ends.items():
+        end.close()
+        comm._peers[peer].socket.close()
+
+
+def fill(connected: socket.socket) -> None:
+    """Leaves no room for a message."""
+    with suppress(BlockingIOError):
+        while True:
+            connected.send(b"full")
+
+
+def test_f22_who_can_not_take_a_file_blames_nobody_else() -> None:
+    """Not the rank that it was telling something while its socket was full."""
+    with lone_rank(3) as (comm, ends):
+        fill(comm._peers[1].socket)
+        ends[2].send(_MESSAGE.pack(1, 0, 0, 4, True))  # The kernel has left the file out.
+        with pytest.raises(FileLimitError, match=r"files in this process: raise its limit"):
+            comm._all_reduce("dense", torch.ones(1))
+
+
+def test_f22_who_is_gone_is_blamed_while_another_s_socket_is_full() -> None:
+    with lone_rank(3) as (comm, ends):
+        fill(comm._peers[1].socket)
+        ends[2].close()
+        with pytest.raises(PeerLost, match="rank 0, waiting for dense: rank 2: "):
+            comm._all_reduce("dense", torch.ones(1))
+
+
+def test_f22_no_file_for_own_memory_names_the_limit() -> None:
+    words = r"raise its limit \(ulimit -n \d+\)"
+    with lone_rank(2) as (comm, _), no_more_files(), pytest.raises(FileLimitError, match=words):
+        comm._all_reduce("dense", torch.ones(1))
+
+
+def test_f23_a_sandbox_without_memfd_shares_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "memfd_create", Mock(side_effect=PermissionError(1, "not permitted")))
+    assert _place_here() is None
+
+
+def test_f22_blocks_are_taken_low_and_joined_when_given_back() -> None:
+    """What was used lately is used again; nothing overlaps; pieces join, whatever the order."""
+    pool = SharedPool()
+    draw = random.Random(1)
+    taken: list[Block] = []
+    for _ in range(2000):
+        if taken and draw.random() < 0.5:
+            block = taken.pop(draw.randrange(len(taken)))
+            assert bool((block.bytes(0, block.size) == id(block) % 251).all())
+            pool.read_by_one(block)
+        else:
+            block = pool.take(draw.randint(0, 20_000))
+            block.num_readers = 1
+            block.bytes(0, block.size).fill_(id(block) % 251)
+            taken.append(block)
+    segments = pool._segments
+    for block in taken:
+        pool.read_by_one(block)
+    assert [segment._free for segment in segments] == [[(0, len(s.bytes))] for s in segments]
+    assert pool.take(9).start == 0
 
 
 # ---------------------------------------------------------------------------------- when it is used
