@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import errno
 import os
 import re
 import shlex
@@ -68,6 +69,26 @@ dlrm bench checkpoint launch.nproc=2 sharding=row_wise    # save, load, and a st
 dlrm bench host sharding.host.lookahead=4                 # host memory over a simulated link""",
 }
 
+# Errors of the system that say nothing against what the user asked for.
+_ENVIRONMENT = {
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EFBIG,
+    errno.EIO,
+    errno.EMFILE,
+    errno.ENFILE,
+    errno.ENOMEM,
+}
+_RUN_DIR = "hydra.run.dir= names another place"
+_PLACES = {
+    "prepare": "data.root= names another place for the dataset",
+    "train": "hydra.run.dir= names another place, data.root= or data.cache= one for the data",
+    "evaluate": _RUN_DIR,
+    "predict": "out= and hydra.run.dir= name other places",
+    "export": "export.out= and hydra.run.dir= name other places",
+    "check": "hydra.run.dir= names another place, data.root= or data.cache= one for the data",
+    "bench": "hydra.run.dir= names another place, data.cache= one for the data",
+}
 # Keys of Hydra's own that hold text.
 _HYDRA_TEXT_KEYS = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir", "hydra.job.name")
 # Dictionaries whose entries users name; what may be new in them needs no `+`.
@@ -189,9 +210,11 @@ def _report(verb: str, error: Exception, job: str = "") -> int:
         return _fail(job + _explain_override(verb, error), 2)
     if type(error).__module__.split(".")[0] in ("data", "embeddings", "dlrm"):
         return _fail(job + str(error), 2 if isinstance(error, ValueError) else 1)
-    if isinstance(error, OSError) and error.filename:
-        keys = "data.root=, data.cache=, hydra.run.dir=, out= and export.out= name other places"
-        return _fail(f"{job}{error.filename}: {error.strerror} ({keys})", 2)
+    if isinstance(error, OSError) and (error.filename or error.errno in _ENVIRONMENT):
+        from dlrm.side_output import describe_os_error
+
+        status = 1 if error.errno in _ENVIRONMENT else 2
+        return _fail(f"{job}{describe_os_error(error)} ({_PLACES[verb]})", status)
     if job:
         _fail(f"{job}failed", 1)
     traceback.print_exception(error)
