@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
+from dlrm.overrides import for_shell, text_override
 from dlrm.stop import RunStopped
 
 VERBS = {
@@ -124,6 +125,10 @@ def run(arguments: list[str]) -> int:
     if not arguments:
         parser.print_help()
         return 2
+    for argument in arguments:
+        if not _is_text_of_utf8(argument):
+            shown = os.fsencode(argument).decode(errors="backslashreplace")
+            return _fail(f"the argument {shown} is not UTF-8: rename what it names", 2)
     try:
         verb: str = parser.parse_args(arguments[:1]).verb
     except SystemExit as stop:
@@ -133,6 +138,14 @@ def run(arguments: list[str]) -> int:
         _print_help(verb)
         return 0
     return _run_verb(verb, rest)
+
+
+def _is_text_of_utf8(argument: str) -> bool:
+    try:
+        argument.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _with_kind(verb: str, arguments: list[str]) -> list[str]:
@@ -177,14 +190,15 @@ def _stopped(verb: str, arguments: list[str], error: RunStopped) -> int:
 
     replaced = ("hydra.run.dir=", "train.resume=", "train.overwrite=", "train.warm_start.")
     others = [a for a in arguments if not a.lstrip("+").startswith((*replaced, "-m", "--multirun"))]
-    more = ["train.resume=latest", f"hydra.run.dir={error.run_dir}"]
+    folder = for_shell(text_override("hydra.run.dir", str(error.run_dir)))
+    more = f"train.resume=latest {folder}"
     print(f"dlrm: {error}; go on with:", file=sys.stderr)
     if {"-m", "--multirun"} & set(arguments):
-        print(f"  the job's overrides and {shlex.join(more)}", file=sys.stderr)
+        print(f"  the job's overrides and {more}", file=sys.stderr)
     elif under_torchrun():
-        print(f"  the same torchrun command and {shlex.join(more)}", file=sys.stderr)
+        print(f"  the same torchrun command and {more}", file=sys.stderr)
     else:
-        print(f"  {shlex.join(['dlrm', verb, *others, *more])}", file=sys.stderr)
+        print(f"  {shlex.join(['dlrm', verb, *others])} {more}", file=sys.stderr)
     return 128 + error.number
 
 
@@ -339,8 +353,13 @@ def _explain_override(verb: str, error: Exception) -> str:
     if isinstance(error, OverrideParseException):
         reason = text.splitlines()[0]
         return (
-            f"can't read {error.override!r}: {reason}\nan override is key=value; put quotes around "
-            "a value with special characters: \"key='a=b'\""
+            f"can't read {error.override!r}: {reason}\nan override is key=value; "
+            + _how_to_quote(error.override)
+        )
+    if ambiguous := re.match(r"Ambiguous value for argument '(.*)'\n", text):
+        return (
+            f"{ambiguous[1]}: several values; a list is key=[a,b], several jobs are -m key=a,b; "
+            + _how_to_quote(ambiguous[1])
         )
     if cause is not None and str(cause) and str(cause) not in text:
         text = f"{text}\n{cause}"
@@ -358,6 +377,14 @@ def _explain_override(verb: str, error: Exception) -> str:
         elif near:
             message += f"\ndid you mean {', '.join(near)}?"
     return message
+
+
+def _how_to_quote(override: str) -> str:
+    key, equals, text = override.partition("=")
+    if not equals or not text or text[0] in "'\"[{":
+        return "put quotes around a value with special characters: \"key='a=b'\""
+    # As typed, in a shell that hands on the inner quotes.
+    return f"for that text as it is, put quotes around it: {for_shell(text_override(key, text))}"
 
 
 def _known_keys(verb: str) -> list[str]:

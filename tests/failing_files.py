@@ -107,7 +107,7 @@ def _replacements(check: Callable[..., None]) -> list[tuple[Any, str, Any]]:
     open_plainly = io.open
 
     def open_checked(file: Any, mode: str = "r", buffering: int = -1, *args: Any, **kw: Any) -> Any:
-        if not set(mode) & set("wax+") or isinstance(file, int):
+        if not set(mode) & set("wax+") or isinstance(file, int) or "opener" in kw:
             return open_plainly(file, mode, buffering, *args, **kw)
         check("open", os.fspath(file))
         raw = CheckedFile(file, mode.replace("b", "").replace("t", ""))
