@@ -8,6 +8,7 @@ merge tree, so the number of open files stays small.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -201,4 +202,5 @@ def _release_pages(runs: list[Run]) -> None:
     for run in runs:
         for array in (run.keys, run.counts):
             if isinstance(array, np.memmap):
-                array._mmap.madvise(mmap.MADV_DONTNEED)  # type: ignore[attr-defined]
+                with contextlib.suppress(OSError):  # Optional: it only saves memory.
+                    array._mmap.madvise(mmap.MADV_DONTNEED)  # type: ignore[attr-defined]

@@ -10,6 +10,7 @@ With `missing=empty` a dictionary has no row for missing, and tokens begin at ro
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -57,7 +58,8 @@ class Dictionary:
             found[first:last][is_known] = rows[at[is_known]]
             for array in (self.keys, self.rows):
                 if isinstance(array, np.memmap):
-                    array._mmap.madvise(mmap.MADV_DONTNEED)  # type: ignore[attr-defined]
+                    with contextlib.suppress(OSError):  # Optional: it only saves memory.
+                        array._mmap.madvise(mmap.MADV_DONTNEED)  # type: ignore[attr-defined]
         return found
 
 

@@ -6,13 +6,13 @@ import socket
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from torch import Tensor
 
 from data.errors import UserError
 from dlrm.checkpoint import Checkpoints, Contents
 from embeddings.communicator import Communicator
+from embeddings.machine import available_bytes
 
 _POLL_S = 1.0
 
@@ -104,24 +104,6 @@ class AsyncSaver:
 def bytes_to_copy(contents: Contents) -> int:
     """Bytes of a rank's rows, their state, and the dense network with its own."""
     return sum(tensor.nbytes for tensor in _tensors(contents))
-
-
-def available_bytes() -> int | None:
-    """Free memory of this host, as the kernel estimates it, or of this process's control group
-    where that is less; None where neither can be read."""
-    found = []
-    try:
-        text = Path("/proc/meminfo").read_text()
-        found.append(int(text.split("MemAvailable:")[1].split()[0]) * 1024)
-    except (OSError, IndexError, ValueError):
-        pass
-    try:
-        group = Path("/sys/fs/cgroup")
-        most = int((group / "memory.max").read_text())
-        found.append(most - int((group / "memory.current").read_text()))
-    except (OSError, ValueError):  # "max": no limit.
-        pass
-    return min(found) if found else None
 
 
 def _tensors(contents: Contents) -> Sequence[Tensor]:

@@ -28,10 +28,10 @@ from dlrm.config import CheckRun
 from dlrm.datasets import open_dataset
 from dlrm.display import PrepareDisplay
 from dlrm.launch import WorkerContext, start
-from dlrm.memory import available_bytes
 from dlrm.planning import make_plan
 from dlrm.run_record import RunRecord
 from embeddings.communicator import Communicator
+from embeddings.machine import available_bytes
 from embeddings.plan import Plan
 from embeddings.row_optim import RowOptimizerConfig, state_widths
 

@@ -240,7 +240,8 @@ class LaunchConfig:
     network interface is asked for, else sockets, else, with a warning, gloo."""
     num_threads: int | None = None
     """Threads of torch in a worker; null: cores / workers, at least 1, and no more than
-    OMP_NUM_THREADS where that is set. One process keeps torch's default."""
+    OMP_NUM_THREADS where that is set. Cores are those that the process may run on, or fewer where
+    its control group has a quota of CPU time. One process keeps torch's default, within that."""
     timeout_s: float = 300.0
     """A collective that takes longer, or a worker that shows no sign of life for longer, ends the
     run."""

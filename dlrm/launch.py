@@ -36,6 +36,7 @@ from dlrm.worker import (
     stack_file,
     stop_file,
 )
+from embeddings.machine import available_cpus, usable_cpus
 
 if TYPE_CHECKING:
     from dlrm.config import LaunchConfig
@@ -138,10 +139,10 @@ def start(
     if config.nproc > 1 or fresh_processes:
         return launch(entry, args, config, run_dir, stops_in_order=stops_in_order)
     keep_heap()
-    if config.num_threads is not None:
+    if (num_threads := threads_per_worker(config)) is not None:
         import torch
 
-        torch.set_num_threads(config.num_threads)
+        torch.set_num_threads(num_threads)
     return entry(single_process(), *args, *here_only)
 
 
@@ -153,11 +154,13 @@ def single_process() -> WorkerContext:
 def threads_per_worker(config: LaunchConfig) -> int | None:
     """`launch.num_threads`, or an equal share of the cores; None: as torch has it.
 
-    A worker gets no more than OMP_NUM_THREADS, which the user may have set.
+    A worker gets no more than OMP_NUM_THREADS, which the user may have set. One process is told a
+    number only where a quota leaves it fewer cores than torch sees.
     """
-    if config.num_threads is not None or config.nproc == 1:
+    cpus = available_cpus()
+    if config.num_threads is not None or (config.nproc == 1 and cpus >= usable_cpus()):
         return config.num_threads
-    share = max(1, len(os.sched_getaffinity(0)) // config.nproc)
+    share = max(1, cpus // config.nproc)
     most = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     return min(share, max(1, int(most))) if most.isdigit() else share
 

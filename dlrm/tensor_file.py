@@ -7,10 +7,12 @@ memory; tables are written from where they are, and read in stretches. Reading r
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -92,7 +94,7 @@ class TensorFileWriter:
         self._early = EarlyWrite(self._file.fileno())
         try:
             with naming(path):
-                os.posix_fallocate(self._file.fileno(), 0, self._num_bytes)
+                _allocate(self._file.fileno(), self._num_bytes)
             self._put(memoryview(header))
         except BaseException:
             self.abandon()
@@ -236,9 +238,19 @@ class CheckedFile:
             return
         self._told_bytes = min(first + _READ_AHEAD_BYTES, self._digest.num_bytes)
         if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(
-                self._file.fileno(), begin, self._told_bytes - begin, os.POSIX_FADV_WILLNEED
-            )
+            with suppress(OSError):  # A file system may not take advice.
+                os.posix_fadvise(
+                    self._file.fileno(), begin, self._told_bytes - begin, os.POSIX_FADV_WILLNEED
+                )
+
+
+def _allocate(descriptor: int, num_bytes: int) -> None:
+    """Has the system set a file's blocks aside, where it can."""
+    try:
+        os.posix_fallocate(descriptor, 0, num_bytes)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+            raise
 
 
 class TensorFile:

@@ -7,6 +7,7 @@ tried").
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 
 import torch
@@ -26,6 +27,7 @@ def rows_to_fill(num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
     if num_bytes < _LEAST_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(num_rows, width, dtype=dtype)
     pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    pages.madvise(mmap.MADV_HUGEPAGE)
+    with contextlib.suppress(OSError):  # A kernel without them (EINVAL).
+        pages.madvise(mmap.MADV_HUGEPAGE)
     # The tensor keeps the mapping alive.
     return torch.frombuffer(pages, dtype=dtype).view(num_rows, width)

@@ -31,8 +31,8 @@ from dlrm.bench.sides import OWN, check_names
 from dlrm.bench.storm import run_storm
 from dlrm.bench.turns import Bench, Session, take_turns
 from dlrm.config import BenchRun
-from dlrm.memory import available_bytes
 from dlrm.sharding import FILE_LAYOUT
+from embeddings.machine import available_bytes
 from embeddings.plan import Plan
 from embeddings.plan_builders import build_plan
 

@@ -21,7 +21,6 @@ from dlrm.bench.table import wrapped
 from dlrm.bench.train_bench import STEP_MS
 from dlrm.bench.turns import Bench, Session, take_turns
 from dlrm.config import BenchRun
-from dlrm.memory import available_bytes
 from embeddings.host.cost import (
     STAGED_MODES,
     DenseTime,
@@ -31,6 +30,7 @@ from embeddings.host.cost import (
     predict_step_s,
 )
 from embeddings.host.host_tables import Mode
+from embeddings.machine import available_bytes
 
 READS = {
     "data": False,

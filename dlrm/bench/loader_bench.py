@@ -29,7 +29,7 @@ from dlrm.config import BenchRun
 from dlrm.datasets import open_dataset
 from dlrm.display import PrepareDisplay
 from dlrm.launch import WorkerContext
-from dlrm.memory import available_bytes
+from embeddings.machine import available_bytes
 
 READS = {"data": True, "data.shuffle": False, "data.eval_batch_size": False}
 """See `warn_of_ignored`."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, cast
 from data.errors import UserError
 from data.manifest import Manifest
 from dlrm.config import BenchRun
-from dlrm.memory import available_bytes
+from embeddings.machine import available_bytes
 from embeddings.row_optim import RowOptimizerConfig, RowOptimizerName, state_widths
 from embeddings.table import TableConfig
 

@@ -10,7 +10,7 @@ import pytest
 
 from data.errors import UserError
 from dlrm import async_save
-from dlrm.async_save import AsyncSaver, available_bytes, bytes_to_copy
+from dlrm.async_save import AsyncSaver, bytes_to_copy
 from dlrm.checkpoint import Checkpoints, Contents
 from dlrm.checkpoint_load import load_training
 from embeddings.communicator import Communicator
@@ -113,10 +113,3 @@ def test_too_little_memory_is_refused_on_all_ranks_with_the_sizes(
     first, second = run_ranks(2, run)
     assert first == second
     assert re.search(r"train\.checkpoint_async=true copies 120 MiB .* has 100 MiB", first)
-
-
-def test_this_host_tells_its_free_memory() -> None:
-    """Linux does; the check would never refuse anything otherwise."""
-    found = available_bytes()
-    assert found is not None
-    assert found > 1 << 20

@@ -105,6 +105,7 @@ def test_one_process_here_may_be_one_of_several_of_torchrun() -> None:
 
 def test_cores_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.setattr("dlrm.launch.available_cpus", lambda: 8)
     assert threads_per_worker(LaunchConfig(nproc=1)) is None
     assert threads_per_worker(LaunchConfig(nproc=3)) == 2
     assert threads_per_worker(LaunchConfig(nproc=9)) == 1
@@ -112,6 +113,17 @@ def test_cores_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     for value, threads in (("3", 3), ("64", 4), ("2,1", 2), ("many", 4)):
         monkeypatch.setenv("OMP_NUM_THREADS", value)
         assert threads_per_worker(LaunchConfig(nproc=2)) == threads
+
+
+def test_f36_threads_fit_a_quota_of_cpu_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More threads than a container's quota pays for wait for each other, stopped."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
+    monkeypatch.setattr("dlrm.launch.available_cpus", lambda: 4)
+    assert threads_per_worker(LaunchConfig(nproc=1)) == 4
+    assert threads_per_worker(LaunchConfig(nproc=2)) == 2
+    assert threads_per_worker(LaunchConfig(nproc=2, num_threads=16)) == 16
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert threads_per_worker(LaunchConfig(nproc=1)) == 3
 
 
 def test_a_single_process_is_rank_0() -> None:

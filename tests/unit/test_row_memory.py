@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import mmap
 import pickle
+from typing import NoReturn
 
 import pytest
 import torch
@@ -25,3 +27,15 @@ def test_rows_are_written_and_read(num_rows: int, dtype: torch.dtype) -> None:
     gc.collect()
     assert bool((view == 2).all())
     assert torch.equal(pickle.loads(pickle.dumps(view)), view)
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="Linux only")
+def test_f23_a_kernel_without_huge_pages_gives_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Refusing(mmap.mmap):
+        def madvise(self, *_: int) -> NoReturn:
+            raise OSError(22, "Invalid argument")
+
+    monkeypatch.setattr(mmap, "mmap", Refusing)
+    rows_RD = rows_to_fill(70_000, 16, torch.float32)
+    rows_RD.fill_(2.0)
+    assert float(rows_RD.sum()) == 2.0 * 70_000 * 16
