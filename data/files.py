@@ -1,4 +1,4 @@
-"""Files that are whole or absent, and their digests."""
+"""Files that are whole or absent, and their digests; errors that name the file."""
 
 from __future__ import annotations
 
@@ -6,8 +6,21 @@ import hashlib
 import io
 import os
 import urllib.parse
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Of an OSError that names no file, makes one that names `path`."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None or error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 class WholeFile(io.RawIOBase):
@@ -35,28 +48,45 @@ class WholeFile(io.RawIOBase):
     def write(self, data: Any) -> int:
         """Appends `data`."""
         self._digest.update(data)
-        count = self._file.write(data)
+        with naming(self._path):
+            count = self._file.write(data)
         self.num_bytes += count
         return count
 
     def __exit__(self, error: Any, *_: Any) -> None:
-        self._file.flush()
-        if error is None:
-            os.fsync(self._file.fileno())
-        self._file.close()
-        if error is None:
-            os.replace(self._temporary, self._path)
+        try:
+            with naming(self._path):
+                try:
+                    self._file.flush()
+                    if error is None:
+                        os.fsync(self._file.fileno())
+                finally:
+                    self._file.close()
+            if error is None:
+                os.replace(self._temporary, self._path)
+        except OSError:
+            if error is None:  # Else the one under way tells more.
+                raise
         super().close()
 
 
 def write_whole(path: Path, payload: Any) -> None:
-    """Writes a file so that it is whole or absent: temporary name, flush to disk, rename."""
+    """Writes a file so that it is whole or absent: temporary name, flush to disk, rename.
+
+    Raises:
+        OSError: naming the file; nothing is left of it.
+    """
     temporary = path.with_name(path.name + ".partial")
-    with open(temporary, "wb") as opened:
-        opened.write(payload)
-        opened.flush()
-        os.fsync(opened.fileno())
-    os.replace(temporary, path)
+    try:
+        with naming(path), open(temporary, "wb") as opened:
+            opened.write(payload)
+            opened.flush()
+            os.fsync(opened.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
 
 
 def file_sha256(path: Path) -> str:

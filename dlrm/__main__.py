@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import errno
 import os
 import re
 import shlex
@@ -16,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
+from dlrm.overrides import for_shell, text_override
 from dlrm.stop import RunStopped
 
 VERBS = {
@@ -68,6 +70,26 @@ dlrm bench checkpoint launch.nproc=2 sharding=row_wise    # save, load, and a st
 dlrm bench host sharding.host.lookahead=4                 # host memory over a simulated link""",
 }
 
+# Errors of the system that say nothing against what the user asked for.
+_ENVIRONMENT = {
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EFBIG,
+    errno.EIO,
+    errno.EMFILE,
+    errno.ENFILE,
+    errno.ENOMEM,
+}
+_RUN_DIR = "hydra.run.dir= names another place"
+_PLACES = {
+    "prepare": "data.root= names another place for the dataset",
+    "train": "hydra.run.dir= names another place, data.root= or data.cache= one for the data",
+    "evaluate": _RUN_DIR,
+    "predict": "out= and hydra.run.dir= name other places",
+    "export": "export.out= and hydra.run.dir= name other places",
+    "check": "hydra.run.dir= names another place, data.root= or data.cache= one for the data",
+    "bench": "hydra.run.dir= names another place, data.cache= one for the data",
+}
 # Keys of Hydra's own that hold text.
 _HYDRA_TEXT_KEYS = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir", "hydra.job.name")
 # Dictionaries whose entries users name; what may be new in them needs no `+`.
@@ -103,6 +125,10 @@ def run(arguments: list[str]) -> int:
     if not arguments:
         parser.print_help()
         return 2
+    for argument in arguments:
+        if not _is_text_of_utf8(argument):
+            shown = os.fsencode(argument).decode(errors="backslashreplace")
+            return _fail(f"the argument {shown} is not UTF-8: rename what it names", 2)
     try:
         verb: str = parser.parse_args(arguments[:1]).verb
     except SystemExit as stop:
@@ -112,6 +138,14 @@ def run(arguments: list[str]) -> int:
         _print_help(verb)
         return 0
     return _run_verb(verb, rest)
+
+
+def _is_text_of_utf8(argument: str) -> bool:
+    try:
+        argument.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _with_kind(verb: str, arguments: list[str]) -> list[str]:
@@ -156,14 +190,15 @@ def _stopped(verb: str, arguments: list[str], error: RunStopped) -> int:
 
     replaced = ("hydra.run.dir=", "train.resume=", "train.overwrite=", "train.warm_start.")
     others = [a for a in arguments if not a.lstrip("+").startswith((*replaced, "-m", "--multirun"))]
-    more = ["train.resume=latest", f"hydra.run.dir={error.run_dir}"]
+    folder = for_shell(text_override("hydra.run.dir", str(error.run_dir)))
+    more = f"train.resume=latest {folder}"
     print(f"dlrm: {error}; go on with:", file=sys.stderr)
     if {"-m", "--multirun"} & set(arguments):
-        print(f"  the job's overrides and {shlex.join(more)}", file=sys.stderr)
+        print(f"  the job's overrides and {more}", file=sys.stderr)
     elif under_torchrun():
-        print(f"  the same torchrun command and {shlex.join(more)}", file=sys.stderr)
+        print(f"  the same torchrun command and {more}", file=sys.stderr)
     else:
-        print(f"  {shlex.join(['dlrm', verb, *others, *more])}", file=sys.stderr)
+        print(f"  {shlex.join(['dlrm', verb, *others])} {more}", file=sys.stderr)
     return 128 + error.number
 
 
@@ -189,9 +224,11 @@ def _report(verb: str, error: Exception, job: str = "") -> int:
         return _fail(job + _explain_override(verb, error), 2)
     if type(error).__module__.split(".")[0] in ("data", "embeddings", "dlrm"):
         return _fail(job + str(error), 2 if isinstance(error, ValueError) else 1)
-    if isinstance(error, OSError) and error.filename:
-        keys = "data.root=, data.cache=, hydra.run.dir=, out= and export.out= name other places"
-        return _fail(f"{job}{error.filename}: {error.strerror} ({keys})", 2)
+    if isinstance(error, OSError) and (error.filename or error.errno in _ENVIRONMENT):
+        from dlrm.side_output import describe_os_error
+
+        status = 1 if error.errno in _ENVIRONMENT else 2
+        return _fail(f"{job}{describe_os_error(error)} ({_PLACES[verb]})", status)
     if job:
         _fail(f"{job}failed", 1)
     traceback.print_exception(error)
@@ -316,8 +353,13 @@ def _explain_override(verb: str, error: Exception) -> str:
     if isinstance(error, OverrideParseException):
         reason = text.splitlines()[0]
         return (
-            f"can't read {error.override!r}: {reason}\nan override is key=value; put quotes around "
-            "a value with special characters: \"key='a=b'\""
+            f"can't read {error.override!r}: {reason}\nan override is key=value; "
+            + _how_to_quote(error.override)
+        )
+    if ambiguous := re.match(r"Ambiguous value for argument '(.*)'\n", text):
+        return (
+            f"{ambiguous[1]}: several values; a list is key=[a,b], several jobs are -m key=a,b; "
+            + _how_to_quote(ambiguous[1])
         )
     if cause is not None and str(cause) and str(cause) not in text:
         text = f"{text}\n{cause}"
@@ -335,6 +377,14 @@ def _explain_override(verb: str, error: Exception) -> str:
         elif near:
             message += f"\ndid you mean {', '.join(near)}?"
     return message
+
+
+def _how_to_quote(override: str) -> str:
+    key, equals, text = override.partition("=")
+    if not equals or not text or text[0] in "'\"[{":
+        return "put quotes around a value with special characters: \"key='a=b'\""
+    # As typed, in a shell that hands on the inner quotes.
+    return f"for that text as it is, put quotes around it: {for_shell(text_override(key, text))}"
 
 
 def _known_keys(verb: str) -> list[str]:

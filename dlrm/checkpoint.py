@@ -31,7 +31,7 @@ import xxhash
 from torch import Tensor, nn
 
 from data.errors import UserError
-from data.files import write_whole
+from data.files import naming, write_whole
 from dlrm.checkpoint_rows import (
     RowsReader,
     StoredTable,
@@ -48,7 +48,6 @@ from dlrm.tensor_file import (
     dtype_name,
     flush_folder,
     names_of,
-    naming,
     write_tensors,
 )
 from embeddings.communicator import Communicator

@@ -20,7 +20,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from data.files import write_whole
+from data.files import naming, write_whole
 from dlrm.tensor_file import (
     MALFORMED,
     CheckedFile,
@@ -31,7 +31,6 @@ from dlrm.tensor_file import (
     TensorFileWriter,
     TensorInfo,
     check_size,
-    naming,
     pieces,
 )
 from embeddings.store import WEIGHT, RowsPart, assemble_rows

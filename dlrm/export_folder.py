@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from data.errors import UserError
-from data.files import WholeFile, file_sha256
-from dlrm.tensor_file import naming
+from data.files import WholeFile, file_sha256, naming
 
 
 class ExportFolder:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -36,6 +37,9 @@ from dlrm.torchrun import under_torchrun
 # Hydra takes plugins of the package `hydra_plugins` only, by their registered names. A folder of
 # that name would be imported at every start of every program that uses Hydra; a name does as well.
 _PLUGIN_NAME = "hydra_plugins.dlrm.JobSweeper"
+
+MAX_JOBS = 10_000
+"""Of a sweep: more are a slip of the pen."""
 
 RunJob = Callable[[Any, str, Path, bool], Any]
 """`(config, config as text, run folder, is part of a sweep)` runs a verb."""
@@ -184,7 +188,7 @@ class JobSweeper(Sweeper):
             if problem is None:
                 composed[number] = config
             else:
-                problems[number] = problem, folder.with_name(str(config.hydra.sweep.subdir))
+                problems[number] = problem, folder.parent / str(config.hydra.sweep.subdir)
         if len(errors) == len(jobs):
             raise errors[0]
         return composed, problems
@@ -196,7 +200,8 @@ def combinations(overrides: Sequence[Override]) -> list[list[str]]:
     A later override of a key replaces an earlier one.
 
     Raises:
-        UserError: for a range of numbers that can't be counted up.
+        UserError: for a range of numbers that can't be counted up, or has no numbers; for more jobs
+            than `MAX_JOBS`.
     """
     values: dict[str, list[str]] = {}
     for override in overrides:
@@ -204,10 +209,35 @@ def combinations(overrides: Sequence[Override]) -> list[list[str]]:
         if not override.is_sweep_override():
             values[key] = [f"{key}={override.get_value_element_as_str()}"]
         elif override.is_discrete_sweep():
-            values[key] = [f"{key}={value}" for value in override.sweep_string_iterator()]
+            values[key] = [f"{key}={value}" for value in _values_to_try(override)]
         else:
             raise UserError(f"{override.input_line}: name the values to try, {key}=VALUE,VALUE")
+    num_jobs = math.prod(len(tried) for tried in values.values())
+    if num_jobs > MAX_JOBS:
+        raise UserError(
+            f"the sweep has {num_jobs:,} jobs, more than {MAX_JOBS:,}: try fewer values"
+        )
     return [list(job) for job in itertools.product(*values.values())]
+
+
+def _values_to_try(override: Override) -> list[str]:
+    """The values of one key.
+
+    Raises:
+        UserError: where there are none, or too many.
+    """
+    try:
+        found = list(itertools.islice(override.sweep_string_iterator(), MAX_JOBS + 1))
+    except ValueError as error:  # A range with step 0.
+        raise UserError(f"{override.input_line}: {error}") from error
+    if not found:
+        raise UserError(
+            f"{override.input_line}: no values to try; a range goes from its start up to, without, "
+            "its stop: range(0,5) is 0,1,2,3,4"
+        )
+    if len(found) > MAX_JOBS:
+        raise UserError(f"{override.input_line}: more than {MAX_JOBS:,} values to try")
+    return found
 
 
 def _check_place(hydra: DictConfig) -> None:

@@ -9,6 +9,7 @@ Off, a phase runs within `nullcontext`, and nothing else is different.
 
 from __future__ import annotations
 
+import errno
 import gzip
 import io
 import json
@@ -38,6 +39,7 @@ from dlrm.profile_trace import (
     wait_range,
 )
 from dlrm.recorder import Recorder
+from dlrm.side_output import side_output
 from embeddings.communicator import CommCounters, Communicator
 
 PROFILE_FOLDER = "profile"
@@ -154,7 +156,8 @@ class StepProfiler:
                 self._beat(step, "write the profile")
                 profiler, self._profiler = self._profiler, None
                 self._undo()
-                self._write(profiler)
+                with side_output("the profile isn't whole"):
+                    self._write(profiler)
         self._next_step = step + 1
 
     @contextmanager
@@ -194,7 +197,10 @@ class StepProfiler:
         with tempfile.TemporaryDirectory(dir=self._folder, prefix=".trace-") as name:
             exported = Path(name) / "trace.json"
             profiler.export_chrome_trace(str(exported))
-            trace = json.loads(exported.read_text())
+            try:
+                trace = json.loads(exported.read_text())
+            except ValueError as error:  # Written in C++, which doesn't tell of a full disk.
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(exported)) from error
         self._figures = figures_of(trace["traceEvents"])
         name_trace(trace, self._comm.rank)
         packed = gzip.compress(json.dumps(trace).encode(), compresslevel=5)

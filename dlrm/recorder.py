@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import statistics
+import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
-from tensorboardX import SummaryWriter
-
 from dlrm.display import TrainDisplay
+from dlrm.event_file import EventFile
 from dlrm.metrics import EvalResult
 from dlrm.phases import PHASES, PhaseTimer
 from dlrm.run_folder import RunFolder
+from dlrm.side_output import describe_os_error
 
 
 class _Times:
@@ -52,9 +53,8 @@ class Recorder:
     ) -> None:
         self._folder, self._display, self._log_every = folder, display, log_every
         self._writes = writes
-        self._board = SummaryWriter(
-            logdir=str(folder.path / "tensorboard"), flush_secs=10, write_to_disk=writes
-        )
+        self._board = EventFile(folder.path / "tensorboard")
+        self._board_failed, self._metrics_failed = False, False
         self.timer = PhaseTimer()
         self.slowed_steps: Collection[int] = ()
         self.on_step: Callable[[int], None] = lambda step: None
@@ -80,6 +80,7 @@ class Recorder:
         self.history = [dict(entry) for entry in history]
         if self._writes:
             self._folder.drop_metrics_after(step, {entry["step"] for entry in self.history})
+            self._board.begin_after(step)
 
     def step(self, step: int, epoch: int, num_samples: int, loss: float, seconds: float,
              lrs: tuple[float, float]) -> None:  # fmt: skip
@@ -126,8 +127,8 @@ class Recorder:
         if self._slowed_window.num_steps:
             line["profiled_steps"] = self._slowed_window.num_steps
         self._write(line)
-        for name in ("loss", "samples_per_s", "step_ms", "lr_dense", "lr_sparse"):
-            self._board.add_scalar(f"train/{name}", line[name], line["step"])
+        names = ("loss", "samples_per_s", "step_ms", "lr_dense", "lr_sparse")
+        self._show({f"train/{name}": line[name] for name in names}, line["step"])
         self._losses, self._window, self._slowed_window = [], _Times(), _Times()
 
     def evaluation(self, step: int, part: str, result: EvalResult) -> None:
@@ -136,9 +137,8 @@ class Recorder:
         self._write({"step": step, "samples": self.samples, "eval": {"split": part, **values}})
         entry = {k: values[k] for k in ("auc", "logloss", "ne")}
         self.history.append({"step": step, "samples": self.samples, **entry})
-        for name, value in values.items():
-            if value is not None:
-                self._board.add_scalar(f"{part}/{name}", value, step)
+        known = {f"{part}/{name}": value for name, value in values.items() if value is not None}
+        self._show(known, step)
 
     def samples_at(self, step: int) -> int:
         """Samples seen by the model after `step` steps, as far as an evaluation recorded it."""
@@ -167,7 +167,32 @@ class Recorder:
         self._board.close()
 
     def _write(self, line: dict[str, Any]) -> None:
+        """Adds a line to metrics.jsonl: where it can't, the run goes on, and tries again with the
+        next line."""
         if not self._writes:
             return
-        self._folder.append_metrics(line)
+        try:
+            self._folder.append_metrics(line)
+        except OSError as error:
+            if not self._metrics_failed:
+                self._metrics_failed = True
+                warnings.warn(
+                    f"{describe_os_error(error)}; training goes on, and lines are missing there "
+                    "until it can be written again",
+                    stacklevel=4,
+                )
         self._display.log(line)
+
+    def _show(self, scalars: Mapping[str, float], step: int) -> None:
+        """Adds to TensorBoard's events, until that fails: a reader stops at a damaged event."""
+        if not self._writes or self._board_failed:
+            return
+        try:
+            self._board.add(scalars, step)
+        except OSError as error:
+            self._board_failed = True
+            self._board.close()
+            warnings.warn(
+                f"{describe_os_error(error)}; training goes on, without events for TensorBoard",
+                stacklevel=4,
+            )

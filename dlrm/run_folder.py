@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
+import os
 import shutil
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from data.errors import UserError
-from data.files import write_whole
+from data.files import naming, write_whole
 
 NOT_FINISHED = "failed: not finished"
 _FILES = (
@@ -83,9 +85,21 @@ class RunFolder:
         return json.loads((self.path / name).read_text())
 
     def append_metrics(self, line: dict[str, Any]) -> None:
-        """Adds a line to metrics.jsonl."""
-        with open(self.path / "metrics.jsonl", "a") as opened:
-            opened.write(json.dumps(line) + "\n")
+        """Adds a line to metrics.jsonl, whole or not at all.
+
+        Raises:
+            OSError: naming the file.
+        """
+        path = self.path / "metrics.jsonl"
+        with naming(path), open(path, "ab", buffering=0) as opened:
+            size = opened.tell()
+            text = json.dumps(line).encode() + b"\n"
+            try:
+                if opened.write(text) != len(text):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            except OSError:
+                opened.truncate(size)
+                raise
 
     def drop_metrics_after(self, step: int, evaluated: Collection[int]) -> None:
         """Removes the lines of metrics.jsonl that a run which goes on after `step` steps writes

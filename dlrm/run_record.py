@@ -71,7 +71,11 @@ class RunRecord:
             # Not a fault, but not completed either.
             kind = "" if isinstance(error, RunStopped) else f"{type(error).__name__}: "
             self.result["status"] = f"failed: {kind}{error}"
-        self.write()
+        try:
+            self.write()
+        except OSError:
+            if error is None:  # Else what ended the run is told, not what came of it.
+                raise
 
 
 def versions() -> dict[str, str]:

@@ -23,6 +23,7 @@ import xxhash
 from torch import Tensor
 
 from data.errors import UserError
+from data.files import naming
 from dlrm.early_write import EarlyWrite
 
 BLOCK_BYTES = 1 << 20
@@ -389,17 +390,6 @@ def pieces(num_rows: int, row_bytes: int, most_bytes: int) -> Iterator[tuple[int
     step = max(1, most_bytes // max(1, row_bytes))
     for start in range(0, num_rows, step):
         yield start, min(start + step, num_rows)
-
-
-@contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Of an OSError that names no file, makes one that names `path`."""
-    try:
-        yield
-    except OSError as error:
-        if error.filename is not None:
-            raise
-        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def flush_folder(path: Path) -> None:

@@ -7,7 +7,7 @@ import os
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -33,6 +33,7 @@ from dlrm.resume import is_restarted, with_restarts
 from dlrm.run_folder import RunFolder
 from dlrm.run_record import RunRecord
 from dlrm.scoring import teacher_result
+from dlrm.side_output import side_output
 from dlrm.starting_point import StartingPoint
 from dlrm.stop import RunStopped, StopRequest, announce, stop_on_signal
 from dlrm.torchrun import launch_id, under_torchrun
@@ -200,8 +201,10 @@ def _recorded(
                 # Rank 0, perhaps another process, has added its figures, also if it failed.
                 record.result |= record.folder.read_json("result.json")
     finally:
-        report = write_report(record.folder.path)
-    say(f"report  {report}")
+        with side_output("there is no report"):
+            report = write_report(record.folder.path)
+            if record.result["status"] == "completed":
+                say(f"report  {report}")
 
 
 def _make_task(
@@ -282,7 +285,7 @@ def train_rank(context: WorkerContext, task: TrainTask, say: Callable[[str], Non
                 steps_done=trainer.steps_done,
             )
     _announce_model(config, trainer, trainer.say)
-    try:
+    with _figures_kept(trainer, result):
         try:
             with _stopping_on_signals(context, stop):
                 trainer.fit()
@@ -309,12 +312,25 @@ def train_rank(context: WorkerContext, task: TrainTask, say: Callable[[str], Non
             for line in describe_outcome(host):
                 trainer.say(f"host    {line}")
             if (timeline := trainer.host_timeline()) is not None:
-                folder.write_json(HOST_TIMELINE, timeline)
+                with side_output("the report has no picture of the host's steps"):
+                    folder.write_json(HOST_TIMELINE, timeline)
         result |= _test_best(trainer, folder, result["data"], trainer.say)
-    finally:
+
+
+@contextmanager
+def _figures_kept(trainer: Trainer, result: dict[str, Any]) -> Iterator[None]:
+    """However it ends within, the ranks' trainers are closed, and rank 0 writes result.json."""
+    try:
+        yield
+    except BaseException:
         trainer.close()
         if trainer.is_first:
-            folder.write_json("result.json", result)
+            with suppress(OSError):  # What ended the run is told, not what came of it.
+                trainer.folder.write_json("result.json", result)
+        raise
+    trainer.close()
+    if trainer.is_first:
+        trainer.folder.write_json("result.json", result)
 
 
 @contextmanager
@@ -396,14 +412,16 @@ def _test_best(
         if not trainer.is_first:
             return {}
         teacher = teacher_result(dataset, part)
-        folder.append_metrics(
-            {
-                "step": kept.step,
-                "samples": trainer.recorder.samples_at(kept.step),
-                "eval": {"split": part, "model": kept.which, **tested.as_dict()},
-            }
-        )
-        write_evaluation(folder, part, metrics, trainer.recorder.history)
+        with side_output("the test's line is missing there"):
+            folder.append_metrics(
+                {
+                    "step": kept.step,
+                    "samples": trainer.recorder.samples_at(kept.step),
+                    "eval": {"split": part, "model": kept.which, **tested.as_dict()},
+                }
+            )
+        with side_output("the report has no curves"):
+            write_evaluation(folder, part, metrics, trainer.recorder.history)
         if kept.which != "best":
             say(NO_BEST)
         say(f"{part:<7} {describe_eval(tested)}  (model of step {kept.step:,})")

@@ -2,12 +2,15 @@
 
 A function marked `compiled` is compiled by Numba at its first call with arguments of new types, and
 kept on disk: beside its module, or in the user's cache folder (`NUMBA_CACHE_DIR` says another).
+What is kept there is a convenience: where it is damaged it is made anew, and where it can't be read
+or written, the function is compiled in each process.
 Within it the arithmetic is IEEE's, in the written order, for fp32 and fp64 alike; the GIL isn't
 held; indices are not checked, so whoever calls checks them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import os
@@ -17,6 +20,7 @@ from typing import Any, TypeVar
 
 import numba
 import torch
+from numba.core.caching import FunctionCache
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -26,14 +30,33 @@ _LEAST_ITEMS = 256
 
 def compiled(function: _Function) -> _Function:
     """Marks a function of arrays and numbers to be compiled."""
-    options: Any = {"nogil": True, "error_model": "numpy"}
-    kernel: Any
-    try:
-        kernel = numba.njit(function, cache=True, **options)
-    except RuntimeError:  # No folder to keep it in: it is compiled in each process.
-        kernel = numba.njit(function, **options)
+    kernel: Any = numba.njit(function, nogil=True, error_model="numpy")
+    # No folder to keep it in, or none that can be read: it is compiled in each process.
+    with contextlib.suppress(RuntimeError, OSError):
+        kernel._cache = _ForgivingCache(function)  # As `cache=True` does with Numba's own.
     typed: _Function = kernel
     return typed
+
+
+class _ForgivingCache(FunctionCache):
+    """Numba's cache of one function on disk, where nothing that is wrong with its files is more
+    than a miss: a full disk, a file that is cut, empty or another's. (Numba's own raises.)"""
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        """The compiled function for a signature; None where it isn't there, or can't be used."""
+        try:
+            return super().load_overload(sig, target_context)
+        except Exception:  # Unpickling a damaged file raises anything.
+            return None
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        """Keeps a compiled function, where that can be done; a damaged index is begun anew."""
+        try:
+            super().save_overload(sig, data)
+        except Exception:
+            with contextlib.suppress(Exception):
+                self.flush()
+                super().save_overload(sig, data)
 
 
 def in_parts(kernel: Callable[..., None], num_items: int, *args: Any) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numba
@@ -14,6 +16,7 @@ import torch
 
 from embeddings import compiled as module
 from embeddings.compiled import compiled, in_parts
+from tests.failing_files import fail_at
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -66,22 +69,81 @@ def test_a_forked_process_has_threads_of_its_own(set_threads: Any) -> None:
 def test_without_a_folder_for_it_a_loop_is_compiled_in_each_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    njit, asked = numba.njit, []
+    def no_folder(function: Any) -> Any:
+        raise RuntimeError("cannot cache function: no locator available for file")
 
-    def without_folder(function: Any, **options: Any) -> Any:
-        asked.append(options.get("cache", False))
-        if asked[-1]:
-            raise RuntimeError("cannot cache function: no locator available for file")
-        return njit(function, **options)
+    monkeypatch.setattr(module, "_ForgivingCache", no_folder)
+    assert doubled(freshly_compiled()) == [0, 2, 4]
 
-    monkeypatch.setattr(module.numba, "njit", without_folder)
+
+# ------------------------------------------------------------- F21: what is wrong with the cache
+
+
+def freshly_compiled() -> Any:
+    """The same function each time, as another process would meet it."""
 
     @compiled
     def double(values_N: Int64Array) -> None:
         for n in range(values_N.shape[0]):
             values_N[n] *= 2
 
+    return double
+
+
+def doubled(double: Any) -> list[int]:
     values_N = np.arange(3)
     double(values_N)
-    assert values_N.tolist() == [0, 2, 4]
-    assert asked == [True, False]
+    found: list[int] = values_N.tolist()
+    return found
+
+
+def is_from_disk(double: Any) -> bool:
+    return bool(double.stats.cache_hits)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache folder of its own, with nothing in it."""
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def test_a_compiled_loop_is_kept_on_disk(cache: Path) -> None:
+    first = freshly_compiled()
+    assert doubled(first) == [0, 2, 4]
+    assert not is_from_disk(first)
+    second = freshly_compiled()
+    assert doubled(second) == [0, 2, 4]
+    assert is_from_disk(second)
+
+
+@pytest.mark.parametrize("suffix", [".nbi", ".nbc"])
+@pytest.mark.parametrize("damage", ["empty", "cut", "other bytes", "no file", "a folder"])
+def test_f21_a_damaged_cache_is_made_anew(cache: Path, suffix: str, damage: str) -> None:
+    doubled(freshly_compiled())
+    (path,) = cache.rglob(f"*{suffix}")
+    content = path.read_bytes()
+    path.unlink()
+    if damage == "a folder":
+        path.mkdir()
+    elif damage != "no file":
+        kept = {"empty": b"", "cut": content[: len(content) // 2], "other bytes": b"\x80\x07x"}
+        path.write_bytes(kept[damage])
+    assert doubled(freshly_compiled()) == [0, 2, 4]
+    again = freshly_compiled()
+    assert doubled(again) == [0, 2, 4]
+    assert is_from_disk(again) == (damage != "a folder")
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES, errno.EROFS])
+@pytest.mark.parametrize("operation", ["open", "write", "rename", "mkdir"])
+def test_f21_a_cache_that_can_t_be_written_ends_nothing(
+    cache: Path, operation: str, number: int
+) -> None:
+    def error() -> OSError:
+        return OSError(number, os.strerror(number))
+
+    with fail_at(0, within=cache, operations=(operation,), error=error, stays=True) as calls:
+        assert doubled(freshly_compiled()) == [0, 2, 4]
+    assert calls.failed
+    assert doubled(freshly_compiled()) == [0, 2, 4]
