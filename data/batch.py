@@ -36,6 +36,8 @@ class JaggedIds:
         offsets: int64, `F·B + 1`; starts at 0, never decreases, ends at `L`.
         num_features: `F`.
         weights_L: fp32 factor of each id in its bag, or None where every factor is 1.
+        num_samples: `B` of data without sparse features, which no offset tells (F = 0); None where
+            there are features.
 
     Raises:
         ValueError: at construction, where one of the invariants above doesn't hold.
@@ -45,6 +47,7 @@ class JaggedIds:
     offsets: Tensor
     num_features: int
     weights_L: Tensor | None = None
+    num_samples: int | None = None
 
     def __post_init__(self) -> None:
         num_bags = self.offsets.numel() - 1
@@ -61,6 +64,12 @@ class JaggedIds:
             raise ValueError(
                 f"{num_bags} bags can't be cut into {self.num_features} features of equal size"
             )
+        if self.num_samples is not None and self.num_features:
+            raise ValueError(
+                f"num_samples={self.num_samples} is for ids without features; here offsets tell it"
+            )
+        if self.num_samples is not None and self.num_samples < 0:
+            raise ValueError(f"num_samples={self.num_samples}: must be at least 0")
         first, last = int(self.offsets[0]), int(self.offsets[-1])
         if first != 0 or last != self.values_L.numel():
             raise ValueError(
@@ -83,8 +92,10 @@ class JaggedIds:
 
     @property
     def batch_size(self) -> int:
-        """`B`; 0 where there are no features."""
-        return (self.offsets.numel() - 1) // self.num_features if self.num_features else 0
+        """`B`; without features `num_samples`, and 0 where that isn't given."""
+        if not self.num_features:
+            return self.num_samples or 0
+        return (self.offsets.numel() - 1) // self.num_features
 
     @property
     def is_one_hot(self) -> bool:
@@ -103,6 +114,9 @@ class JaggedIds:
 
     def take(self, samples: slice | Tensor) -> JaggedIds:
         """The bags of some samples, in the order given."""
+        if not self.num_features:
+            count = torch.empty(self.batch_size, 0)[samples].shape[0]
+            return JaggedIds(self.values_L, self.offsets, 0, self.weights_L, num_samples=count)
         starts_FB = self.offsets[:-1].view(self.num_features, self.batch_size)[:, samples]
         kept = self.lengths_FB()[:, samples].reshape(-1)
         offsets = torch.zeros(kept.numel() + 1, dtype=torch.int64)
@@ -145,9 +159,11 @@ class Batch:
     row_B: Tensor
 
     def __post_init__(self) -> None:
-        sizes = {"dense_BN": self.dense_BN.shape[0], "row_B": self.row_B.shape[0]}
-        if self.ids.num_features:
-            sizes["ids"] = self.ids.batch_size
+        sizes = {
+            "dense_BN": self.dense_BN.shape[0],
+            "row_B": self.row_B.shape[0],
+            "ids": self.ids.batch_size,
+        }
         if self.label_B is not None:
             sizes["label_B"] = self.label_B.shape[0]
         if self.weight_B is not None:

@@ -95,6 +95,9 @@ def _jagged(
     single_positions: list[int],
 ) -> JaggedIds:
     batch_size = single_FB.shape[1]
+    if num_features == 0:
+        no_ids = torch.zeros(0, dtype=torch.int64)
+        return JaggedIds(no_ids, torch.zeros(1, dtype=torch.int64), 0, num_samples=batch_size)
     if len(single_positions) == num_features:
         all_one = torch.from_numpy(np.arange(num_features * batch_size + 1))
         return JaggedIds(torch.from_numpy(single_FB.reshape(-1)), all_one, num_features)

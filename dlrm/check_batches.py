@@ -218,11 +218,16 @@ def _weighted_samples(batch: Batch, material: _Material) -> _Made:
     """Example weights, some 0; on the first of several ranks all are 0."""
     weight_B = (material.uniform(batch.batch_size) * 3).float()
     weight_B[material.uniform(batch.batch_size) < 0.1] = 0
-    weight_B[-1] = 2.0  # Of a batch with no weight at all there is no mean.
+    weight_B[-1] = 2.0  # `_no_weight` is the batch without any.
     cuts = _even(batch, material)
     if material.world_size > 1:
         weight_B[: min(cuts[1], batch.batch_size - 1)] = 0
     return replace(batch, weight_B=weight_B), cuts
+
+
+def _no_weight(batch: Batch, material: _Material) -> _Made:
+    """Example weights that are all 0: the step must change nothing."""
+    return replace(batch, weight_B=torch.zeros(batch.batch_size)), _even(batch, material)
 
 
 _KINDS: dict[str, Callable[[Batch, _Material], _Made]] = {
@@ -232,6 +237,7 @@ _KINDS: dict[str, Callable[[Batch, _Material], _Made]] = {
     "one id everywhere": _one_id_everywhere,
     "rows at borders": _rows_at_borders,
     "weighted samples": _weighted_samples,
+    "no weight at all": _no_weight,
     "all on the last rank": _all_on_the_last_rank,
     "first rank empty": _first_rank_empty,
     "a feature empty": _a_feature_empty,

@@ -187,7 +187,7 @@ class Comparison:
         """Gradients of rows and dense weights; returns the sharded run's of rows."""
         scale = max((float(g.abs().max()) for g in plain.dense_gradients if g.numel()), default=0.0)
         names = [name for name, _ in self._trainer.model.named_parameters()]
-        found = self._tap.dense_gradients
+        found = self._dense_gradients(plain)
         for name, ours, theirs in zip(names, found, plain.dense_gradients, strict=True):
             self._compare(DENSE_GRADIENTS, name, ours, theirs, scale)
         gradients: dict[str, tuple[Tensor, Tensor]] = {}
@@ -197,6 +197,10 @@ class Comparison:
             for parts in self._copies(table, [rank.gradients for rank in ranks]):
                 gradients[table] = self._compare_row_gradients(table, expected, parts)
         return gradients
+
+    def _dense_gradients(self, plain: PlainStep) -> list[Tensor]:
+        """The sharded run's; zeros after a step that updated nothing."""
+        return self._tap.dense_gradients or [torch.zeros_like(g) for g in plain.dense_gradients]
 
     def _compare_row_gradients(
         self, table: str, expected: RowGradients, parts: Sequence[TablePart]
@@ -229,7 +233,7 @@ class Comparison:
         tables = reference.tables
         before = {table: tables.take(table, rows_K) for table, rows_K in touched.items()}
         dense_before = _dense_values(reference.model, reference.dense_optimizer)
-        reference.set_gradients(gradients, self._tap.dense_gradients)
+        reference.set_gradients(gradients, self._dense_gradients(plain))
         reference.apply(step)
         lr_dense, lr_sparse = reference.learning_rates(step)
         floor = lr_sparse if reference.rule.name in _ADAPTIVE else 0.0

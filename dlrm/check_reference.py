@@ -114,6 +114,10 @@ class PlainTables(ReferenceEmbeddings):
             rows_K[None], grads_KD, weight_RD.shape, is_coalesced=True, check_invariants=True
         )
 
+    def drop_gradients(self) -> None:
+        """Forgets what autograd left."""
+        self._optimizer.zero_grad(set_to_none=True)
+
     def weight(self, table: str) -> Tensor:
         """The rows: the table's own memory."""
         return self._bags[table].weight.detach()
@@ -175,6 +179,7 @@ class PlainRun:
         self.dense_optimizer = _dense_optimizer(self.model, config.optim)
         self._schedule = Schedule(config.optim.schedule, total_steps)
         self._total_steps = total_steps
+        self._has_weight = True  # Of the batch that the gradients are of.
         dims = {table.name: table.dim for table in self.table_configs}
         self._columns: list[slice] = []
         start = 0
@@ -187,6 +192,7 @@ class PlainRun:
     def gradients(self, batch: Batch) -> PlainStep:
         """Forward and backward over a whole global batch, in `train.accumulate` parts."""
         total_weight = _total_weight(batch)
+        self._has_weight = total_weight > 0
         num_parts = max(1, min(self._config.train.accumulate, batch.batch_size))
         cuts = [batch.batch_size * part // num_parts for part in range(num_parts + 1)]
         loss_sum = 0.0
@@ -205,6 +211,7 @@ class PlainRun:
         the dense network from its pooled vectors, the rows' gradients from those of its pooled
         vectors."""
         total_weight = sum(_total_weight(part.batch) for part in parts)
+        self._has_weight = total_weight > 0
         loss_sum = 0.0
         figures: list[PartFigures] = []
         terms: list[tuple[JaggedIds, Tensor]] = []
@@ -243,6 +250,7 @@ class PlainRun:
         )
         (slopes_BS,) = torch.autograd.grad(logits_B.sum(), pooled_BS, retain_graph=True)
         slopes_B1 = slopes_BS.abs().amax(dim=1, keepdim=True)
+        total_weight = total_weight or 1.0  # Where it is 0 all weights are, and so is the loss.
         loss = (weight_B * loss_B).sum() / total_weight
         return loss, slopes_B1 * weight_B.abs()[:, None] / total_weight
 
@@ -263,7 +271,12 @@ class PlainRun:
         return self._config.optim.dense.lr * factor, self._config.optim.sparse.lr * factor
 
     def apply(self, step: int) -> None:
-        """Updates everything from the gradients, which are dropped."""
+        """Updates everything from the gradients, which are dropped; nothing at all after a batch
+        whose example weights sum to 0."""
+        if not self._has_weight:
+            self.dense_optimizer.zero_grad()
+            self.tables.drop_gradients()
+            return
         lr_dense, lr_sparse = self.learning_rates(step)
         self.tables.apply(lr_sparse)
         self.dense_optimizer.param_groups[0]["lr"] = lr_dense

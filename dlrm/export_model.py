@@ -76,7 +76,7 @@ class ExportableModel(nn.Module):
         pooled = [
             self._pooled(feature, bag) for feature, bag in zip(self._features, ids, strict=True)
         ]
-        pooled_BS = torch.cat(pooled, dim=1) if pooled else dense_BN.new_zeros(len(dense_BN), 0)
+        pooled_BS = torch.cat(pooled, dim=1) if pooled else dense_BN.new_zeros(dense_BN.shape[0], 0)
         logits_B: Tensor = self.model(dense_BN.to(dtype), pooled_BS.to(dtype))
         return logits_B
 

@@ -195,16 +195,17 @@ def bce_loss(
         label_B: 0 or 1.
         weight_B: example weights; None where all are 1.
         total_weight: sum of the example weights of the *global* batch (its size, without weights).
+            Where it is 0, every weight is: the share is 0, and so are its gradients.
 
     Returns:
         A scalar in the (cast up) dtype of the logits; 0 for an empty batch.
 
     Raises:
-        UserError: (a `ValueError`) where `total_weight` is a number and not positive.
+        UserError: (a `ValueError`) where `total_weight` is a number and negative or NaN.
     """
-    if not isinstance(total_weight, Tensor) and not total_weight > 0:
+    if not isinstance(total_weight, Tensor) and not total_weight >= 0:
         raise UserError(
-            f"the example weights of a global batch sum to {total_weight}, but must be above 0: "
+            f"the example weights of a global batch sum to {total_weight}, but can't be negative: "
             "look at the data's column of example weights"
         )
     dtype = torch.promote_types(logits_B.dtype, torch.float32)
@@ -215,7 +216,7 @@ def bce_loss(
             weight=None if weight_B is None else weight_B.to(dtype),
             reduction="sum",
         )
-    return loss / total_weight
+    return loss / (1.0 if total_weight == 0 else total_weight)
 
 
 def check_may_split(model: nn.Module) -> None:

@@ -40,6 +40,11 @@ class PlannedBatch:
         """Samples over all ranks."""
         return sum(plan.global_batch_size for plan in self.plans)
 
+    @property
+    def has_weight(self) -> bool:
+        """Whether any sample of any rank has an example weight above 0; the same on all ranks."""
+        return self.plans[0].total_weight > 0
+
 
 class Pipeline:
     """Yields planned batches; a step calls `begin_next` and `send_next_ids` on its way.

@@ -45,6 +45,7 @@ class Recorder:
         slowed_steps: numbers of the steps (from 1) whose times say nothing about the others, since
             they were profiled: no figure of speed has them in it. A line of metrics.jsonl that has
             no other steps is made of these.
+        steps_without_weight: steps whose samples all had the example weight 0: they have no loss.
         on_step: told the number of each step that is done, before it is written down.
     """
 
@@ -64,6 +65,8 @@ class Recorder:
         self._step_ms: list[float] = []
         self._times, self._window, self._slowed_window = _Times(), _Times(), _Times()
         self._num_steps = 0
+        self.steps_without_weight = 0
+        self._line_steps = self._line_without_weight = 0
         self._losses: list[float] = []
         self._last_step: dict[str, Any] = {}
         self._phases_so_far_s = dict(self.timer.total_s)
@@ -82,14 +85,20 @@ class Recorder:
             self._folder.drop_metrics_after(step, {entry["step"] for entry in self.history})
             self._board.begin_after(step)
 
-    def step(self, step: int, epoch: int, num_samples: int, loss: float, seconds: float,
+    def step(self, step: int, epoch: int, num_samples: int, loss: float | None, seconds: float,
              lrs: tuple[float, float]) -> None:  # fmt: skip
-        """One optimizer step is done; `seconds` includes its waiting for data."""
+        """One optimizer step is done; `seconds` includes its waiting for data. `loss` is None where
+        all example weights are 0: such a step counts in no mean of losses."""
         self.on_step(step)
         self._num_steps += 1
         self.samples += num_samples
-        self.loss_last = loss
-        self._losses.append(loss)
+        self._line_steps += 1
+        if loss is None:
+            self.steps_without_weight += 1
+            self._line_without_weight += 1
+        else:
+            self.loss_last = loss
+            self._losses.append(loss)
         self._last_step = {"step": step, "epoch": epoch, "lr_dense": lrs[0], "lr_sparse": lrs[1]}
         phase_s = {name: s - self._phases_so_far_s[name] for name, s in self.timer.total_s.items()}
         self._phases_so_far_s = dict(self.timer.total_s)
@@ -105,8 +114,7 @@ class Recorder:
 
     def flush(self) -> None:
         """Writes the line of the steps since the last one; the rates are those of the last step."""
-        count = len(self._losses)
-        if count == 0:
+        if self._line_steps == 0:
             return
         window = self._window if self._window.num_steps else self._slowed_window
         phase_ms = {
@@ -116,7 +124,7 @@ class Recorder:
             "step": self._last_step["step"],
             "samples": self.samples,
             "epoch": self._last_step["epoch"],
-            "loss": sum(self._losses) / count,
+            "loss": sum(self._losses) / max(len(self._losses), 1),
             "samples_per_s": round(window.num_samples / window.total_s, 1),
             "step_ms": round(window.total_s * 1e3 / window.num_steps, 3),
             "data_wait_ms": phase_ms["data_wait"],
@@ -126,10 +134,13 @@ class Recorder:
         }
         if self._slowed_window.num_steps:
             line["profiled_steps"] = self._slowed_window.num_steps
+        if self._line_without_weight:
+            line["steps_without_weight"] = self._line_without_weight
         self._write(line)
         names = ("loss", "samples_per_s", "step_ms", "lr_dense", "lr_sparse")
         self._show({f"train/{name}": line[name] for name in names}, line["step"])
         self._losses, self._window, self._slowed_window = [], _Times(), _Times()
+        self._line_steps = self._line_without_weight = 0
 
     def evaluation(self, step: int, part: str, result: EvalResult) -> None:
         """An evaluation of the model after `step` steps."""
@@ -150,6 +161,7 @@ class Recorder:
         quantiles = statistics.quantiles(step_ms, n=10) if len(step_ms) > 1 else []
         return {
             "steps": self._num_steps,
+            "steps_without_weight": self.steps_without_weight,
             "samples": self.samples,
             "epochs": epochs,
             "loss_last": self.loss_last,

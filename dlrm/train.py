@@ -296,6 +296,7 @@ def train_rank(context: WorkerContext, task: TrainTask, say: Callable[[str], Non
                     result["profile"] = profile
                     trainer.say("\n".join(describe_profile(profile)))
             result["train"] = trainer.recorder.figures(trainer.epochs_done)
+            _announce_steps_without_weight(trainer)
             if comm.world_size == 1:
                 result["memory"] = trainer.memory()
         # What follows communicates: not after a failure.
@@ -395,6 +396,14 @@ def _announce_model(config: TrainRun, trainer: Trainer, say: Callable[[str], Non
         f"run     {trainer.total_steps:,} steps of global batch {config.data.batch_size:,} "
         f"({local}); {trainer.folder.path}"
     )
+
+
+def _announce_steps_without_weight(trainer: Trainer) -> None:
+    if number := trainer.recorder.steps_without_weight:
+        trainer.say(
+            f"note    {number:,} of {trainer.steps_done:,} steps had only samples of the example "
+            "weight 0: they changed nothing (data.schema.example_weight names the column)"
+        )
 
 
 def _test_best(

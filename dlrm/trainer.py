@@ -191,7 +191,14 @@ class Trainer:
                 if self._host_timeline is not None:
                     self._host_timeline.step_done(self.steps_done)
                 num_samples = planned.global_batch_size
-                self.recorder.step(self.steps_done, epoch, num_samples, loss, seconds, lrs)
+                self.recorder.step(
+                    self.steps_done,
+                    epoch,
+                    num_samples,
+                    loss if planned.has_weight else None,
+                    seconds,
+                    lrs,
+                )
                 is_epoch_done = self._batch == self.batches_per_epoch
                 is_evaluation_due = self._is_evaluation_due(self._batch)
                 if is_epoch_done:
@@ -237,6 +244,10 @@ class Trainer:
 
         ids → plan → rows → interaction, MLP, loss → backward → KV gradients → row update;
         dense gradients → sum over ranks → dense update.
+
+        Where the example weights of the global batch sum to 0 the loss is 0 and nothing is updated:
+        no row, no dense weight, no optimizer state, no count of Adam's. All ranks know of it from
+        the plan, and issue the same collectives as otherwise up to the update.
         """
         lr_dense, lr_sparse = self._learning_rates()
         loss_sum = 0.0
@@ -267,6 +278,9 @@ class Trainer:
         with self._timer("dense_reduce"):
             loss_sum = self.reducer.loss()
         self._raise_if_not_finite(loss_sum)
+        if not planned.has_weight:
+            self._skip_update()
+            return loss_sum
         with self._timer("apply"):
             summed = gradients[0] if len(gradients) == 1 else sum_kv(gradients)
             self.embeddings.apply(self._clipped(summed), lr_sparse)
@@ -278,6 +292,14 @@ class Trainer:
             self.dense_optimizer.step()
             self.dense_optimizer.zero_grad()
         return loss_sum
+
+    def _skip_update(self) -> None:
+        """Ends a step that changes nothing."""
+        with self._timer("apply"):
+            self.embeddings.skip_update()
+        with self._timer("dense_reduce"):
+            self.reducer.finish()
+        self.dense_optimizer.zero_grad()
 
     def _loss(
         self, micro: Batch, bottom_BD: Tensor | None, pooled_BS: Tensor, total_weight: float
@@ -422,6 +444,7 @@ class Trainer:
         )
         about = about_run(self.config, self.dataset, self._plan)
         about["warm_start"] = self.warm_started
+        about["steps_without_weight"] = recorder.steps_without_weight
         about["torch_rng_state"] = bytes(torch.get_rng_state().tolist()).hex()
         files = {
             name: (self.folder.path / name).read_text()
@@ -463,6 +486,7 @@ class Trainer:
             self.recorder.resume(
                 progress.step, progress.samples, progress.loss_last, progress.history
             )
+            self.recorder.steps_without_weight = info.values.get("steps_without_weight", 0)
             if is_of_run(info, self.folder.path):
                 on_first_rank(self.comm, lambda: self.checkpoints.drop_after(info))
             # In a folder without it, the best model so far is none that could be tested.

@@ -68,7 +68,8 @@ class ShardedEmbeddings:
         stage(plans)               tables in host memory: their cold rows set out
         lookup(plan)               → pooled_BS, a leaf that the dense network differentiates
         backward(plan, grad, lr)   → KV gradients, summed over ranks, of the rows held here
-        apply(gradients, lr)       rows and state updated; once per optimizer step, on every step
+        apply(gradients, lr)       rows and state updated; once per optimizer step, on every step,
+                                   or `skip_update()` where no sample has a weight
 
     Collectives of a step, whatever the plan (`exchange.py` has their sizes): counts and ids in
     `plan_batch`, rows in `lookup`, gradients in `backward`, and in `apply` one more where columns
@@ -465,7 +466,8 @@ class ShardedEmbeddings:
             if self._router.grad_rows[index] is None:
                 group_grad_BS = self._take_columns(columns, grad_BS) if columns else grad_BS[:, :0]
             if self.backend == "fbgemm":
-                if columns:
+                # Of samples without any weight nothing is updated, not even by a gradient of 0.
+                if columns and plan.total_weight:
                     self._fused[index].backward_and_update(plan.groups[index], group_grad_BS, lr)
             elif columns or self.comm.world_size > 1:
                 gradients.append(self._backward_group(index, plan.groups[index], group_grad_BS))
@@ -516,6 +518,13 @@ class ShardedEmbeddings:
             else:
                 self.store.apply(group, keys_K, grads_KD, lr, row_state.get(group))
         if self.host is not None:
+            self.host.retire()
+
+    def skip_update(self) -> None:
+        """Ends a step that updates nothing, in place of `apply` and like it on all ranks: rows,
+        state and Adam's count of steps stay as they are, cold rows go back unchanged."""
+        if self.host is not None:
+            self.host.begin_update()
             self.host.retire()
 
     def counted_once(self, kv_gradients: Sequence[KVGradients]) -> list[Tensor]:

@@ -214,19 +214,28 @@ def one_hot_dataset(root: Path) -> PreparedDataset:
     return PreparedDataset(root)
 
 
-def write_visits(folder: Path, num_rows: int, *, seed: int = 0) -> PreparedDataset:
+def write_visits(
+    folder: Path, num_rows: int, *, seed: int = 0, weightless: float = 0.0
+) -> PreparedDataset:
     """A prepared dataset with example weights, bags of many ids (mean, and with bag weights),
-    empty bags, a table that two features share, and dense features on different scales."""
+    empty bags, a table that two features share, and dense features on different scales.
+
+    Args:
+        weightless: share of the rows whose example weight is 0.
+    """
     rng = np.random.default_rng(seed)
+    is_weightless = np.random.default_rng(seed).random(num_rows) < weightless
 
     def bag(most: int) -> str:
         return "|".join(str(i) for i in rng.integers(0, 30, rng.integers(0, most + 1)))
 
     lines = []
-    for _ in range(num_rows):
+    for row in range(num_rows):
         words = bag(4)
         factors = "|".join(f"{rng.random():.3f}" for _ in words.split("|")) if words else ""
         weight = f"{rng.uniform(0.2, 3.0):.3f}"
+        if is_weightless[row]:
+            weight = "0"
         ids = [str(rng.integers(0, 12)), str(rng.integers(0, 12)), bag(5), words, factors]
         dense = [f"{rng.normal():.4f}", f"{rng.normal(0, 3):.4f}"]
         lines.append("\t".join([str(rng.integers(0, 2)), weight, *dense, *ids]))

@@ -24,7 +24,12 @@ HOT_MB = 0.0012
 
 
 def write_baskets(
-    folder: Path, num_rows: int, *, seed: int = 0, changes_at: int | None = None
+    folder: Path,
+    num_rows: int,
+    *,
+    seed: int = 0,
+    changes_at: int | None = None,
+    weightless: float = 0.0,
 ) -> PreparedDataset:
     """A prepared dataset for host tables: two samples of five look up a few popular rows only, the
     others rows from anywhere. Bags of many ids (mean, weighted), empty bags, example weights, a
@@ -32,8 +37,10 @@ def write_baskets(
 
     Args:
         changes_at: from this row on other rows are the popular ones, and nobody looks up the first.
+        weightless: share of the rows whose example weight is 0.
     """
     rng = np.random.default_rng(seed)
+    is_weightless = np.random.default_rng(seed).random(num_rows) < weightless
 
     def bag(low: int, high: int, most: int) -> str:
         return "|".join(str(i) for i in rng.integers(low, high, rng.integers(0, most + 1)))
@@ -49,6 +56,8 @@ def write_baskets(
         many = bag(low, 70 if is_wide else high, 3)
         dense = [f"{rng.normal():.4f}", f"{rng.normal(0, 3):.4f}"]
         label, weight = str(rng.integers(0, 2)), f"{rng.uniform(0.2, 3.0):.3f}"
+        if is_weightless[row]:
+            weight = "0"
         lines.append("\t".join([label, weight, *dense, *ids, many, words, factors, "0"]))
     folder.mkdir(parents=True, exist_ok=True)
     raw = folder / "baskets.tsv"

@@ -21,7 +21,7 @@ from tests.host_run_cases import counters_of, host_check_task, in_host, write_ba
 
 OPTIMIZERS = ("sgd", "rowwise_adagrad", "adam")
 MODES = (("gather", 1), ("lookahead", 1), ("lookahead", 2), ("lookahead", 8), ("hotline", 1))
-NUM_MADE = 12
+NUM_MADE = 13
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 

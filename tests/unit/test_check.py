@@ -39,7 +39,7 @@ from dlrm.trainer import Trainer
 from tests.check_cases import check_task, optimizers, run_on_threads
 from tests.commands import dlrm, read_json, read_result, tiny, write_visits
 
-NUM_MADE = 12
+NUM_MADE = 13
 HOST_NAMES = {plant.__name__ for plant in HOST_FAULTS}
 pytestmark = pytest.mark.usefixtures("one_thread")
 

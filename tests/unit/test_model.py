@@ -282,7 +282,17 @@ def test_bf16_logits_lose_nothing_beyond_their_own_rounding() -> None:
     torch.testing.assert_close(loss, expected)
 
 
-@pytest.mark.parametrize("total_weight", [0, -1.0, float("nan")])
-def test_a_global_batch_without_weight_is_refused(total_weight: float) -> None:
-    with pytest.raises(ValueError, match="must be above 0"):
+@pytest.mark.parametrize("total_weight", [-1.0, float("nan")])
+def test_a_negative_weight_of_a_global_batch_is_refused(total_weight: float) -> None:
+    with pytest.raises(ValueError, match="can't be negative"):
         bce_loss(torch.zeros(2), torch.zeros(2), torch.zeros(2), total_weight)
+
+
+@pytest.mark.parametrize("total_weight", [0, 0.0, torch.tensor(0.0)])
+def test_f13_a_global_batch_without_weight_has_the_loss_0(total_weight: Any) -> None:
+    logits_B = torch.tensor([3.0, -200.0], requires_grad=True)
+    loss = bce_loss(logits_B, torch.tensor([0.0, 1.0]), torch.zeros(2), total_weight)
+    loss.backward()
+    assert loss.item() == 0.0
+    assert logits_B.grad is not None
+    assert logits_B.grad.tolist() == [0.0, 0.0]

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from data.batch import Batch
-from data.errors import UserError
 from data.parquet import Order, PreparedDataset
 from dlrm.build import build_model, build_tables
 from dlrm.optim import build_dense_optimizer
@@ -416,9 +415,16 @@ def test_infinite_logits_of_finite_weights_are_told(
         take_step(trainer, batch)
 
 
-def test_example_weights_of_zero_are_told(visits: PreparedDataset, tmp_path: Path) -> None:
+def test_f13_example_weights_of_zero_change_nothing(
+    visits: PreparedDataset, tmp_path: Path
+) -> None:
     parts = build_trainer(visits, tmp_path / "run", {})
     batch = next(visits.batches("train", Order(10)))
     assert batch.weight_B is not None
-    with pytest.raises(UserError, match="example weights"):
-        take_step(parts.trainer, replace(batch, weight_B=torch.zeros_like(batch.weight_B)))
+    before = {n: v.clone() for n, v in table_values(parts.trainer).items()}
+    dense_before = dense_values(parts.trainer)
+    weightless = replace(batch, weight_B=torch.zeros_like(batch.weight_B))
+    assert take_step(parts.trainer, weightless) == 0.0
+    rows, dense = table_values(parts.trainer), dense_values(parts.trainer)
+    assert all(torch.equal(rows[name], before[name]) for name in rows)
+    assert all(torch.equal(dense[name], dense_before[name]) for name in dense)
