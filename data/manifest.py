@@ -23,7 +23,9 @@ from data.schema import (
 from data.split import PARTS
 from data.transform import Moments
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""With hashed tables whose keys are mixed; all else is still written as the oldest."""
+OLDEST_FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 
 
@@ -80,10 +82,12 @@ class Manifest:
         parts: by name.
         moments: of `standardise` columns, training part.
         counts: by feature: `file`, `distinct`, `total`, `share_of_top` (share of the training
-            part's look-ups that go to the 1, 10, 100, … most frequent ids).
+            part's look-ups that go to the 1, 10, 100, … most frequent ids), and of hashed ones
+            `distinct_tokens`, the tokens that share the `distinct` rows.
         outputs: SHA-256 of every other output file, by path.
         extra_columns: further fp32 columns of the parts.
         synthetic: the generator's settings, or None for real data.
+        hash_rule: how hashed tables make rows of keys, one of `HASH_RULES`.
     """
 
     schema: Schema
@@ -95,11 +99,12 @@ class Manifest:
     outputs: dict[str, str]
     extra_columns: list[str] = field(default_factory=list)
     synthetic: dict[str, Any] | None = None
+    hash_rule: str = "modulo"
 
     @property
     def features(self) -> tuple[Feature, ...]:
         """The sparse features in order."""
-        return resolve_features(self.schema)
+        return resolve_features(self.schema, self.hash_rule)
 
     @property
     def dense_columns(self) -> list[str]:
@@ -122,7 +127,7 @@ class Manifest:
     def to_json(self) -> str:
         """Canonical text: equal datasets have equal manifests."""
         values = {
-            "format_version": FORMAT_VERSION,
+            "format_version": OLDEST_FORMAT_VERSION,
             "schema": schema_to_dict(self.schema),
             "tables": self.table_rows,
             "inputs": [
@@ -156,6 +161,10 @@ class Manifest:
             "extra_columns": self.extra_columns,
             "synthetic": self.synthetic,
         }
+        if self.hash_rule != "modulo":
+            # A format of its own: a program that doesn't know the rule must not read it. Older
+            # datasets keep their text, and with it the digest that runs know them by.
+            values |= {"format_version": FORMAT_VERSION, "hash_rule": self.hash_rule}
         return json.dumps(values, indent=1) + "\n"
 
     def save(self, root: Path) -> None:
@@ -189,10 +198,10 @@ def load_manifest(root: Path) -> Manifest:
 
 
 def _from_json(values: dict[str, Any], root: Path) -> Manifest:
-    if values.get("format_version") != FORMAT_VERSION:
+    if values.get("format_version") not in (OLDEST_FORMAT_VERSION, FORMAT_VERSION):
         raise UserError(
             f"data.root={root}: prepared in format {values.get('format_version')}, this version "
-            f"reads {FORMAT_VERSION}; prepare it again with data.overwrite=true"
+            f"reads {OLDEST_FORMAT_VERSION} and {FORMAT_VERSION}; prepare it again with data.overwrite=true"
         )
     parts = {}
     for name, part in values["parts"].items():
@@ -219,6 +228,7 @@ def _from_json(values: dict[str, Any], root: Path) -> Manifest:
         outputs=values["outputs"],
         extra_columns=values["extra_columns"],
         synthetic=values["synthetic"],
+        hash_rule=values.get("hash_rule", "modulo"),
     )
 
 

@@ -118,6 +118,7 @@ def _run_passes(
         moments=moments,
         counts=counts,
         outputs=outputs,
+        hash_rule="mixed" if any(f.vocabulary == "hash" for f in reader.features) else "modulo",
     )
     manifest.save(root)
     return manifest

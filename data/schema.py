@@ -17,6 +17,9 @@ TRANSFORMS = ("log1p", "standardise", "identity")
 VOCABULARIES = ("dictionary", "hash", "identity")
 TOKENS = ("text", "hex", "int")
 POOLINGS = ("sum", "mean")
+HASH_RULES = ("mixed", "modulo")
+"""How `hash` makes a row of a key: by its remainder after mixing its bits, or as it is (datasets
+prepared before keys were mixed, and synthetic ones, whose ids lie side by side)."""
 SPLITS = ("in_order", "by_file", "random", "given")
 
 
@@ -86,7 +89,7 @@ class SparseColumn:
     token: str | None = None
     """How the raw value is read: `text`, `hex` (up to 16 hex digits) or `int`."""
     vocabulary: str | None = None
-    """`dictionary` (tokens counted in the training part), `hash` (modulo `rows`) or `identity`
+    """`dictionary` (tokens counted in the training part), `hash` (each on one of `rows` rows) or `identity`
     (the token is the row)."""
     rows: int | None = None
     """`hash`, `identity`: rows of the table. `dictionary`: the most rows it may have (rarest
@@ -187,10 +190,16 @@ class Feature:
     bag_weights: str | None
     is_list: bool
     """Whether a bag can hold other than exactly one id; such features are stored as lists."""
+    hash_rule: str = "modulo"
+    """`hash`: one of `HASH_RULES`. A checkpoint from before there were two has none: `modulo`."""
 
 
-def resolve_features(schema: Schema) -> tuple[Feature, ...]:
+def resolve_features(schema: Schema, hash_rule: str = "mixed") -> tuple[Feature, ...]:
     """The sparse columns with `sparse_default` filled in, in the schema's order.
+
+    Args:
+        schema: what the columns mean.
+        hash_rule: that of the dataset's hashed tables, one of `HASH_RULES`.
 
     Raises:
         UserError: for a value that isn't allowed, naming its key, or features of one table whose
@@ -240,6 +249,7 @@ def resolve_features(schema: Schema) -> tuple[Feature, ...]:
             many=many,
             # An identity table has no row for 'missing', and drops may empty a bag.
             is_list=many or values["missing"] == "empty",
+            hash_rule=hash_rule if rule == "hash" else "modulo",
         )
         features.append(Feature(name=name, position=position, **values))
     _check_shared_tables(features)

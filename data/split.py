@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from data.errors import UserError
+from data.hashing import mix
 from data.schema import Split
 
 PARTS = ("train", "valid", "test")
@@ -75,11 +76,8 @@ class SplitRule:
 
 
 def _uniform_hash(rows: np.ndarray, seed: int) -> np.ndarray:
-    """A number in [0, 1) for each row: splitmix64's finaliser (Steele et al., 2014)."""
+    """A number in [0, 1) for each row."""
     u = np.uint64
     offset = (seed * 0xD1342543DE82EF95 + 0x632BE59BD9B4E019) % 2**64
-    mixed = (rows.astype(np.uint64) + u(1)) * u(0x9E3779B97F4A7C15) + u(offset)
-    mixed = (mixed ^ (mixed >> u(30))) * u(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ (mixed >> u(27))) * u(0x94D049BB133111EB)
-    mixed ^= mixed >> u(31)
+    mixed = mix((rows.astype(np.uint64) + u(1)) * u(0x9E3779B97F4A7C15) + u(offset))
     return (mixed >> u(11)).astype(np.float64) * 2.0**-53

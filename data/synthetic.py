@@ -320,7 +320,7 @@ def _generate(
     config: SyntheticConfig, root: Path, work: Path, listener: ProgressListener
 ) -> Manifest:
     schema = synthetic_schema(config)
-    features = resolve_features(schema)
+    features = resolve_features(schema, "modulo")
     counters = {f.name: KeyCounter(work / "ids" / f.name, 8 << 20) for f in features}
     num_rows = config.num_train + config.num_valid + config.num_test
     listener.phase("generate", _ROW_BYTES * num_rows)

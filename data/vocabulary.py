@@ -2,7 +2,8 @@
 
     dictionary   row 0: unknown (rare or never seen in training); row 1: missing;
                  rows 2, 3, …: tokens by falling count, equal counts by rising key
-    hash         row 0: missing, rows 1 …: 1 + key mod (rows - 1); with missing=empty: key mod rows
+    hash         row 0: missing, rows 1 …: 1 + mix(key) mod (rows - 1); with missing=empty: mix(key)
+                 mod rows. Datasets from before keys were mixed: the same without mix
     identity     the token is the row
 
 With `missing=empty` a dictionary has no row for missing, and tokens begin at row 1.
@@ -22,6 +23,7 @@ import pyarrow.parquet as pq
 
 from data.counting import KeyCounter
 from data.errors import UserError
+from data.hashing import mix
 from data.schema import Feature
 
 UNKNOWN_ROW = 0
@@ -76,6 +78,7 @@ class MappedIds:
         num_missing: missing values that went to the missing row.
         used_rows: int64 rows that occur in `ids`, in any order, possibly several times.
         used_counts: int64, how often each does; the counts of equal rows add up.
+        used_hashes: uint64 mixed keys of the tokens that occur, of hashed features; else None.
     """
 
     ids: np.ndarray
@@ -86,6 +89,7 @@ class MappedIds:
     num_missing: int
     used_rows: np.ndarray
     used_counts: np.ndarray
+    used_hashes: np.ndarray | None = None
 
 
 class Vocabulary:
@@ -120,7 +124,8 @@ class Vocabulary:
             return rows, rows == UNKNOWN_ROW
         if self._rule == "hash":
             first = 1 if self._has_missing_row else 0
-            rows = first + (keys % np.uint64(self.rows - first)).astype(np.int64)
+            hashes = mix(keys) if feature.hash_rule == "mixed" else keys
+            rows = first + (hashes % np.uint64(self.rows - first)).astype(np.int64)
             return rows, np.zeros(len(keys), dtype=bool)
         rows = keys.view(np.int64).copy()
         last = self.rows - 1 if feature.out_of_range == "last_row" else self.rows
@@ -166,6 +171,7 @@ class Vocabulary:
             num_missing=num_missing,
             used_rows=used_rows[is_used],
             used_counts=counts[is_used],
+            used_hashes=mix(keys[counts[1:] > 0]) if self._rule == "hash" else None,
         )
 
 

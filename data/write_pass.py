@@ -17,6 +17,7 @@ from data.blocks import select_rows
 from data.counting import KeyCounter
 from data.errors import UserError
 from data.files import file_name
+from data.hashing import DistinctKeys
 from data.id_counts import write_id_counts
 from data.lanes import PartFile, PartWriter, Rows
 from data.manifest import PartInfo
@@ -37,12 +38,14 @@ class PartBlock:
         num_positive: rows with label 1.
         id_tallies: by feature: ids, unknown, missing.
         used_ids: by feature: ids and how often each occurs (see `MappedIds.used_rows`).
+        used_hashes: by hashed feature: its tokens (see `MappedIds.used_hashes`).
     """
 
     table: pa.Table
     num_positive: int
     id_tallies: dict[str, tuple[int, int, int]]
     used_ids: dict[str, tuple[np.ndarray, np.ndarray]]
+    used_hashes: dict[str, np.ndarray]
 
 
 class WritePass:
@@ -63,6 +66,7 @@ class WritePass:
         self._id_counters = {
             f.name: KeyCounter(work / "ids" / file_name(f.name), share) for f in mapper.features
         }
+        self._distinct = {f.name: DistinctKeys() for f in mapper.features if f.vocabulary == "hash"}
         self._names: list[str] = []
         self._tallies = [PartTally([f.name for f in mapper.features]) for _ in PARTS]
 
@@ -89,7 +93,10 @@ class WritePass:
                 PARTS, self._tallies, files, writers, strict=True
             )
         }
-        return infos, write_all_id_counts(self._id_counters, self._root)
+        counts = write_all_id_counts(self._id_counters, self._root)
+        for name, distinct in self._distinct.items():
+            counts[name]["distinct_tokens"] = distinct.estimate()
+        return infos, counts
 
     def _append(
         self,
@@ -102,6 +109,8 @@ class WritePass:
             self._tallies[part].add(rows.table.num_rows, rows.num_positive, rows.id_tallies)
             for name, (ids, counts) in rows.used_ids.items() if part == TRAIN else ():
                 self._id_counters[name].add(ids, counts)
+            for name, hashes in rows.used_hashes.items() if part == TRAIN else ():
+                self._distinct[name].add(hashes)
         self._listener.advance(block.num_raw_bytes, block.stop - block.start)
 
     def _map(self, block: SpooledBlock, parts: np.ndarray) -> dict[int, PartBlock]:
@@ -127,6 +136,9 @@ class WritePass:
                 num_positive=int(rows.label_B.sum()),
                 id_tallies=id_tallies(rows),
                 used_ids={name: (m.used_rows, m.used_counts) for name, m in rows.ids.items()},
+                used_hashes={
+                    name: m.used_hashes for name, m in rows.ids.items() if m.used_hashes is not None
+                },
             )
         return mapped
 

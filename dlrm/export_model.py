@@ -189,6 +189,7 @@ def describe_inputs(manifest: Manifest) -> dict[str, Any]:
         ids.append(
             {key: rule[key] for key in ("name", "table", "pooling", "token", "vocabulary")}
             | {key: rule[key] for key in ("missing", "out_of_range")}
+            | ({"hash_rule": rule["hash_rule"]} if feature.vocabulary == "hash" else {})
             | {"missing_row": missing_row(feature), **sizes}
         )
     dense = []

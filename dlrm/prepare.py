@@ -6,6 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from data.errors import UserError
+from data.hashing import expected_rows
+from data.manifest import Manifest
 from data.synthetic import write_raw_tsv
 from dlrm.config import PrepareRun
 from dlrm.datasets import dataset_root, make_dataset
@@ -34,6 +36,8 @@ def run_prepare(config: PrepareRun, run_dir: Path, say: Callable[[str], None] = 
         say(f"{name:<7} {part.rows:>13,} rows  {rate}")
     rows = sum(manifest.table_rows.values())
     say(f"tables  {len(manifest.table_rows)} with {rows:,} rows")
+    for line in hashed_tables(manifest):
+        say(line)
     blank_lines = sum(i.blank_lines for i in manifest.inputs)
     if blank_lines:
         say(f"note    {blank_lines:,} empty lines were skipped")
@@ -44,3 +48,28 @@ def run_prepare(config: PrepareRun, run_dir: Path, say: Callable[[str], None] = 
             shown = ", ".join(f"{feature} {share:.1%}" for feature, share in worst)
             say(f"note    {name}: ids without a row of their own, most in {shown}")
     say(f"dataset {root}  (digest {manifest.digest()[:12]})")
+
+
+def hashed_tables(manifest: Manifest) -> list[str]:
+    """How many tokens of each hashed feature share how many rows, a line each; a warning where far
+    fewer rows are used than chance says."""
+    lines = []
+    for feature in manifest.features:
+        num_tokens = manifest.counts[feature.name].get("distinct_tokens")
+        if num_tokens is None:
+            continue  # No hashed feature, or a dataset from before tokens were counted.
+        rows = manifest.table_rows[feature.table] - (feature.missing == "row")
+        used = manifest.counts[feature.name]["distinct"]
+        expected = expected_rows(num_tokens, rows)
+        lines.append(
+            f"hash    {feature.name}: {num_tokens:,} tokens on {used:,} of {rows:,} rows "
+            f"(data.schema.sparse.{feature.name}.rows)"
+        )
+        # Ten standard errors, and what the estimate of the number of tokens may be off by.
+        if used < 0.95 * expected - 10 * expected**0.5:
+            lines.append(
+                f"warning {feature.name}: by chance {num_tokens:,} tokens would use about "
+                f"{expected:,.0f} rows; prepare it again (data.overwrite=true), or use "
+                "vocabulary=dictionary"
+            )
+    return lines

@@ -107,7 +107,8 @@ class RowMatcher:
         old, new = self._old[table][0], self._new[table][0]
         names = ["vocabulary", "token"]
         if old.vocabulary == new.vocabulary == "hash":
-            names.append("missing")  # Ids begin a row later where it has one.
+            # Ids begin a row later where there is one for missing values.
+            names += ["missing", "hash_rule"]
         for name in names:
             if getattr(old, name) != getattr(new, name):
                 return (

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from data import count_pass, parse_pass, raw, vocabulary, write_pass
 from data.errors import RawDataError, UserError
+from data.hashing import mix
 from data.manifest import Manifest, load_manifest
 from data.parquet import Order, PreparedDataset
 from data.prepare import RawInputs, prepare
@@ -225,7 +226,8 @@ def test_hash_and_identity_rules_and_their_id_counts(
     num_train = len(train["hashed"])
     assert num_train == 100
     assert train["hashed"] == [
-        1 + key_of_text(f[1], "text") % 4 if f[1] else 0 for f in fields[:num_train]
+        1 + int(mix(np.array([key_of_text(f[1], "text")], np.uint64))[0]) % 4 if f[1] else 0
+        for f in fields[:num_train]
     ]
     bags = [[[int(i) for i in f[c].split("|") if i] for f in fields] for c in (2, 3, 4)]
     assert train["dropped"] == [[i for i in bag if 0 <= i < 4] for bag in bags[0][:num_train]]
