@@ -27,6 +27,7 @@ from dlrm.check_report import describe, to_json, vacuous
 from dlrm.config import CheckRun
 from dlrm.datasets import open_dataset
 from dlrm.display import PrepareDisplay
+from dlrm.heartbeat import still_working
 from dlrm.launch import WorkerContext, start
 from dlrm.planning import make_plan
 from dlrm.run_record import RunRecord
@@ -146,7 +147,9 @@ def prepare_check(config: CheckRun, dataset: PreparedDataset, plan: Plan) -> Non
 
 def check_rank(context: WorkerContext, task: CheckTask) -> list[PassResult]:
     """One rank of a check; the results are rank 0's, the others have none."""
-    return check_with(communicator(context, task.config.launch), task, context.heartbeat.beat)
+    comm = communicator(context, task.config.launch)
+    with still_working(context.heartbeat):
+        return check_with(comm, task, context.heartbeat.beat)
 
 
 def check_with(

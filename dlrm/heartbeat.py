@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 START = "start"
 """Phase before the work of a rank begins: imports, and waiting for the other ranks to be up."""
@@ -28,6 +29,8 @@ NO_STEP = -1
 _RECORD = struct.Struct("<Qqqd32s64sQ")
 _NUM_TRIES = 100
 _KEEP_BEATING_S = 0.5
+_IDLE_SHARE = 0.01
+_IDLE_BYTES = 4096
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,63 @@ def keep_beating(heartbeat: Heartbeat | NoHeartbeat, phase: str) -> Iterator[Non
         thread.join()
 
 
+@contextmanager
+def still_working(heartbeat: Heartbeat | NoHeartbeat) -> Iterator[None]:
+    """Renews the last beat from a thread as long as the process computes, reads or writes: for work
+    of any length that beats seldom or not at all. A process that hangs, or a rank that waits for
+    others, does none of these."""
+    if isinstance(heartbeat, NoHeartbeat):
+        yield
+        return
+    done = threading.Event()
+
+    def renew() -> None:
+        before = Work.so_far()
+        while not done.wait(_KEEP_BEATING_S):
+            now = Work.so_far()
+            if now.is_more_than(before):
+                heartbeat.renew()
+            before = now
+
+    thread = threading.Thread(target=renew, name="still-working", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+class Work(NamedTuple):
+    """What this process has done since it began.
+
+    Attributes:
+        at_s: when it was asked.
+        cpu_s: time of cores, of all threads.
+        io_bytes: read and written, 0 where the kernel doesn't tell.
+    """
+
+    at_s: float
+    cpu_s: float
+    io_bytes: int
+
+    @classmethod
+    def so_far(cls) -> Work:
+        """As of now."""
+        io_bytes = 0
+        try:
+            lines = Path("/proc/self/io").read_text().splitlines()
+            io_bytes = sum(int(line.split()[1]) for line in lines if line[1:6] == "char:")
+        except (OSError, ValueError, IndexError):
+            pass
+        return cls(time.monotonic(), time.process_time(), io_bytes)
+
+    def is_more_than(self, before: Work) -> bool:
+        """Whether something was done: more than asking takes."""
+        cpu_share = (self.cpu_s - before.cpu_s) / max(self.at_s - before.at_s, 1e-9)
+        return cpu_share > _IDLE_SHARE or self.io_bytes - before.io_bytes > _IDLE_BYTES
+
+
 class Heartbeat:
     """Writes the signs of life of this process.
 
@@ -88,7 +148,7 @@ class Heartbeat:
             self._map = mmap.mmap(opened.fileno(), _RECORD.size)
         self._pid = os.getpid()
         self._count = 0
-        self._step, self._phase = NO_STEP, START.encode()
+        self._step, self._phase, self._waits_for = NO_STEP, START.encode(), b""
         self._store(b"")
 
     def beat(self, step: int, phase: str) -> None:
@@ -99,6 +159,11 @@ class Heartbeat:
     def waiting(self, what: str | None) -> None:
         """The rank enters the collective `what`; None: it has come out."""
         self._store(b"" if what is None else what.encode())
+
+    def renew(self) -> None:
+        """The rank is still at what it told last; one that waits for others isn't."""
+        if not self._waits_for:
+            self._store(b"")
 
     def finished(self) -> None:
         """The rank's work is done."""
@@ -111,6 +176,7 @@ class Heartbeat:
         return beat
 
     def _store(self, waits_for: bytes) -> None:
+        self._waits_for = waits_for
         self._count = count = self._count + 1
         place = (self._pid, self._step, time.monotonic(), self._phase, waits_for)
         # In one copy: `pack_into` sets everything to zero first, and a rank that loses its core in

@@ -26,6 +26,7 @@ from dlrm.build import build_embeddings, build_model, communicator
 from dlrm.checkpoint import CheckpointInfo, find_checkpoint
 from dlrm.checkpoint_load import load_model
 from dlrm.config import ScoreRun, TrainRun, to_config
+from dlrm.heartbeat import still_working
 from dlrm.launch import WorkerContext, start
 from dlrm.model import DLRM
 from dlrm.planning import make_plan
@@ -157,6 +158,14 @@ def evaluate_rank(
     context: WorkerContext, task: ScoreTask, say: Callable[[str], None] = print
 ) -> dict[str, Any]:
     """One rank of an evaluation; the first prints and writes."""
+    with still_working(context.heartbeat):
+        return _evaluate_rank(context, task, say)
+
+
+def _evaluate_rank(
+    context: WorkerContext, task: ScoreTask, say: Callable[[str], None]
+) -> dict[str, Any]:
+    context.heartbeat.beat(0, "load")
     comm = communicator(context, task.config.launch)
     trained = TrainedModel(task, comm)
     part = task.config.part if task.config.data.raw is None else "raw"
@@ -201,6 +210,12 @@ def predict_rank(
     context: WorkerContext, task: ScoreTask, say: Callable[[str], None] = print
 ) -> Path:
     """One rank of a prediction; the first collects and writes."""
+    with still_working(context.heartbeat):
+        return _predict_rank(context, task, say)
+
+
+def _predict_rank(context: WorkerContext, task: ScoreTask, say: Callable[[str], None]) -> Path:
+    context.heartbeat.beat(0, "load")
     comm = communicator(context, task.config.launch)
     trained = TrainedModel(task, comm)
     out = task.run_dir / "predictions.parquet"

@@ -13,6 +13,7 @@ from data.lanes import LABEL_COLUMN
 from data.loader import Prefetcher
 from data.parquet import PreparedDataset
 from data.synthetic import TEACHER_COLUMN
+from dlrm.merge_metrics import merge_on_first
 from dlrm.metrics import BinaryMetrics, EvalResult
 from dlrm.model import DLRM
 from embeddings.sharded import ShardedEmbeddings
@@ -54,7 +55,8 @@ def evaluate(
     precision: str,
     beat: Callable[[], None] = lambda: None,
 ) -> BinaryMetrics:
-    """Metrics over all samples of all ranks, which must be labelled; the same on every rank.
+    """Metrics over all samples of all ranks, which must be labelled. The figures are the same on
+    every rank; curves are the first rank's alone (`merge_on_first`).
 
     Args:
         model: the dense network.
@@ -70,10 +72,7 @@ def evaluate(
     comm = embeddings.comm
     if comm.world_size == 1:
         return metrics
-    merged = BinaryMetrics()
-    for arrays in comm.all_gather_object(metrics.to_arrays()):
-        merged.merge(BinaryMetrics.from_arrays(arrays))
-    return merged
+    return merge_on_first(metrics, comm)
 
 
 def teacher_result(dataset: PreparedDataset, part: str) -> EvalResult | None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from dlrm.build import communicator
 from dlrm.config import TrainRun
 from dlrm.datasets import open_dataset
 from dlrm.display import PrepareDisplay
-from dlrm.heartbeat import keep_beating
+from dlrm.heartbeat import keep_beating, still_working
 from dlrm.host_timeline import HOST_TIMELINE
 from dlrm.hot_set import describe_outcome
 from dlrm.launch import WorkerContext, join, start
@@ -255,17 +256,20 @@ def train_rank(context: WorkerContext, task: TrainTask, say: Callable[[str], Non
     context.heartbeat.beat(0, "build")
     stop = StopRequest(context.stop_file)
     dataset = PreparedDataset(Path(result["data"]["root"]))
-    trainer = Trainer(
-        config,
-        dataset,
-        folder,
-        say,
-        comm=comm,
-        plan=task.layout.plan,
-        beat=context.heartbeat.beat,
-        is_stop_asked=stop.asked,
-    )
-    result |= task.start.load(trainer, lambda: context.heartbeat.beat(0, "load"))
+    working = partial(still_working, context.heartbeat)
+    with working():
+        trainer = Trainer(
+            config,
+            dataset,
+            folder,
+            say,
+            comm=comm,
+            plan=task.layout.plan,
+            beat=context.heartbeat.beat,
+            working=working,
+            is_stop_asked=stop.asked,
+        )
+        result |= task.start.load(trainer, lambda: context.heartbeat.beat(0, "load"))
     profiler: StepProfiler | None = None
     if config.train.profile:
         steps = profiled_steps(config.train, trainer.total_steps)
@@ -315,7 +319,8 @@ def train_rank(context: WorkerContext, task: TrainTask, say: Callable[[str], Non
             if (timeline := trainer.host_timeline()) is not None:
                 with side_output("the report has no picture of the host's steps"):
                     folder.write_json(HOST_TIMELINE, timeline)
-        result |= _test_best(trainer, folder, result["data"], trainer.say)
+        with working():
+            result |= _test_best(trainer, folder, result["data"], trainer.say)
 
 
 @contextmanager

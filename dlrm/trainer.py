@@ -10,6 +10,7 @@ import math
 import resource
 import time
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -67,6 +68,7 @@ class Trainer:
         comm: the ranks; None: one process.
         plan: who owns which rows; None: one process owns all.
         beat: told step and phase whenever a phase begins (the heartbeat).
+        working: what runs around evaluating and keeping the model, which may take long.
         is_stop_asked: whether this rank was told to end the run; asked once a step.
 
     Attributes:
@@ -84,6 +86,7 @@ class Trainer:
         comm: Communicator | None = None,
         plan: Plan | None = None,
         beat: Callable[[int, str], None] = lambda step, phase: None,
+        working: Callable[[], AbstractContextManager[None]] = nullcontext,
         is_stop_asked: Callable[[], bool] = lambda: False,
     ) -> None:
         self.config, self.dataset, self.folder = config, dataset, folder
@@ -125,7 +128,7 @@ class Trainer:
         )
         self._timer = self.recorder.timer
         self._timer.on_phase = lambda phase: beat(self.steps_done + 1, phase)
-        self._beat = beat
+        self._beat, self._working = beat, working
         self._pipeline: Pipeline | None = None
         self._host_timeline: HostTimeline | None = None
         self._not_finite: str | None = None
@@ -210,8 +213,9 @@ class Trainer:
                     if self.hot_set is not None:
                         self.hot_set.follow_drift(self._pipeline)
                 elif self.is_stopped or self._is_checkpoint_due():
-                    self._check_finite()
-                    self._save(is_best=False)
+                    with self._working():
+                        self._check_finite()
+                        self._save(is_best=False)
 
     def pipeline(self, batches: Iterable[Batch], num_batches: int) -> Pipeline:
         """The batches with their plans, as `step` wants them."""
@@ -396,6 +400,10 @@ class Trainer:
             )
 
     def _evaluate_and_save(self) -> None:
+        with self._working():
+            self._evaluate_and_save_once()
+
+    def _evaluate_and_save_once(self) -> None:
         if self._evaluated_step == self.steps_done:
             return
         self._evaluated_step = self.steps_done

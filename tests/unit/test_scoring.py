@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,12 @@ import pytest
 from sklearn.metrics import log_loss, roc_auc_score
 
 from data.parquet import PreparedDataset
+from dlrm.checkpoint_load import load_model
 from dlrm.config import ScoreRun
+from dlrm.heartbeat import Heartbeat, heartbeat_file
+from dlrm.launch import WorkerContext
 from dlrm.metrics import BinaryMetrics, EvalResult
-from dlrm.score import TrainedModel, make_task
+from dlrm.score import TrainedModel, evaluate_rank, make_task, predict_rank
 from dlrm.scoring import teacher_result
 from dlrm.trainer import Trainer
 from embeddings.communicator import SingleProcess
@@ -345,3 +349,27 @@ def test_real_data_have_no_teacher(adult: Path) -> None:
     data = read_result(adult / "run")["data"]
     assert data["best_auc"] is data["best_logloss"] is None
     assert data["synthetic"] is False
+
+
+@pytest.mark.parametrize("entry", [evaluate_rank, predict_rank])
+def test_f17_loading_a_model_of_any_size_is_no_hang(
+    adult: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, entry: Any
+) -> None:
+    """The launcher reads signs of life while tables are filled and rows are read."""
+    monkeypatch.setattr("dlrm.heartbeat._KEEP_BEATING_S", 0.005)
+    heartbeat = Heartbeat(heartbeat_file(tmp_path, 0))
+    phases = []
+
+    def load_slowly(*args: Any) -> None:
+        before, until_s = heartbeat.last(0).time_s, time.monotonic() + 30
+        while (beat := heartbeat.last(0)).time_s == before:
+            assert time.monotonic() < until_s, "no sign of life"
+        phases.append(beat.phase)
+        load_model(*args)
+
+    monkeypatch.setattr("dlrm.score.load_model", load_slowly)
+    (tmp_path / "out").mkdir()
+    config = ScoreRun(run=str(adult / "run"))
+    task = make_task(config, tmp_path / "out", print)
+    entry(WorkerContext(0, 1, 0, heartbeat), task)
+    assert phases == ["load"]
