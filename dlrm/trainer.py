@@ -68,6 +68,7 @@ class Trainer:
         plan: who owns which rows; None: one process owns all.
         beat: told step and phase whenever a phase begins (the heartbeat).
         is_stop_asked: whether this rank was told to end the run; asked once a step.
+        fills_tables: False: without start values, since the run is to be resumed.
 
     Attributes:
         is_stopped: the run ended early, in order, since a rank was told to.
@@ -85,12 +86,20 @@ class Trainer:
         plan: Plan | None = None,
         beat: Callable[[int, str], None] = lambda step, phase: None,
         is_stop_asked: Callable[[], bool] = lambda: False,
+        fills_tables: bool = True,
     ) -> None:
         self.config, self.dataset, self.folder = config, dataset, folder
         self.comm = comm if comm is not None else SingleProcess()
         self.is_first = self.comm.rank == 0
         self.say = say if self.is_first else lambda line: None
-        self.embeddings = build_embeddings(config, dataset.manifest, plan=plan, comm=self.comm)
+        self.embeddings = build_embeddings(
+            config,
+            dataset.manifest,
+            plan=plan,
+            comm=self.comm,
+            fill=fills_tables,
+            beat=lambda: beat(0, "build"),
+        )
         self.embeddings.compile_loops()
         self.model = build_model(config, dataset.manifest)
         self.hot_set: RunHotSet | None = None
