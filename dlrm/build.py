@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch
@@ -51,12 +51,14 @@ def build_embeddings(
     for_training: bool = True,
     plan: Plan | None = None,
     comm: Communicator | None = None,
+    fill: bool = True,
+    beat: Callable[[], None] = lambda: None,
 ) -> ShardedEmbeddings:
-    """This rank's part of the tables, with start values; without optimizer state where nothing is
-    trained.
+    """This rank's part of the tables, with start values unless `fill` is False; without optimizer
+    state where nothing is trained. `beat` is called while they are filled.
 
     Raises:
-        UserError: for a backend or a plan that can't be had.
+        UserError: for a backend or a plan that can't be had, and tables that don't fit into memory.
     """
     tables, features = build_tables(config, manifest)
     optimizer = row_optimizer(config) if for_training else RowOptimizerConfig(name="sgd")
@@ -78,6 +80,8 @@ def build_embeddings(
             accumulate=config.train.accumulate,
             clip_norm=config.optim.clip_norm,
             host=_host_settings(config, tables, features, plan) if for_training else None,
+            fill=fill,
+            beat=beat,
         )
     except ValueError as error:
         # `embeddings` knows no UserError; what it refuses at construction is the user's to mend.

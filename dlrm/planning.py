@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,14 +13,16 @@ import pyarrow.parquet as pq
 
 from data.errors import UserError
 from data.parquet import PreparedDataset
-from dlrm.build import build_tables
+from dlrm.build import PRECISION_DTYPES, build_tables
 from dlrm.config import TrainRun
 from dlrm.sharding import FILE_LAYOUT, TableShardingConfig
 from embeddings.host.cost import why_plain
 from embeddings.keys import sum_counts
+from embeddings.machine import available_bytes
 from embeddings.plan import Plan
 from embeddings.plan_builders import build_plan
 from embeddings.plan_choice import LayoutChoice, PlannedLayout
+from embeddings.row_memory import TablesDontFit
 from embeddings.table import TableConfig
 from embeddings.traffic import TableStats
 
@@ -70,6 +73,34 @@ def make_plan(
     except ValueError as error:
         # `embeddings` knows no UserError; what it refuses here is the user's to mend.
         raise UserError(str(error)) from error
+
+
+def check_tables_fit(
+    config: TrainRun, dataset: PreparedDataset, plan: Plan, ranks_here: int
+) -> None:
+    """Refuses tables whose rows this host has no memory for, before any rank fills them: the system
+    would end a process without a word. Optimizer state counts once it is touched, not here.
+
+    Args:
+        config: the run's configuration.
+        dataset: its data.
+        plan: which rank holds what.
+        ranks_here: ranks from 0 on that this host has.
+
+    Raises:
+        UserError: naming the largest tables, what is needed, and what there is.
+    """
+    tables, _ = build_tables(config, dataset.manifest)
+    itemsize = PRECISION_DTYPES[config.train.precision].itemsize
+    needed = dict.fromkeys((table.name for table in tables), 0)
+    for shard in plan.shards:
+        if shard.rank < ranks_here:
+            shape = shard.row_stop - shard.row_start, shard.col_stop - shard.col_start
+            needed[shard.table] += math.prod(shape) * itemsize
+    available = available_bytes()
+    if available is not None and sum(needed.values()) > available:
+        largest_first = sorted(needed, key=lambda name: -needed[name])
+        raise UserError(str(TablesDontFit(largest_first, sum(needed.values()), available)))
 
 
 def why_on_device(config: TrainRun) -> str | None:

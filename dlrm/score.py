@@ -29,7 +29,7 @@ from dlrm.config import ScoreRun, TrainRun, to_config
 from dlrm.heartbeat import still_working
 from dlrm.launch import WorkerContext, start
 from dlrm.model import DLRM
-from dlrm.planning import make_plan
+from dlrm.planning import check_tables_fit, make_plan
 from dlrm.run_folder import RunFolder
 from dlrm.run_record import versions
 from dlrm.scoring import evaluate, score_batches
@@ -81,7 +81,9 @@ def make_task(config: ScoreRun, run_dir: Path, say: Callable[[str], None]) -> Sc
     # Values travel as they did in training: rounding them otherwise would be another model.
     sharding = replace(config.sharding, wire=stored.sharding.wire)
     placed = replace(stored, sharding=sharding, launch=config.launch)
-    layout = make_plan(placed, PreparedDataset(root), config.launch.nproc)
+    dataset = PreparedDataset(root)
+    layout = make_plan(placed, dataset, config.launch.nproc)
+    check_tables_fit(placed, dataset, layout.plan, config.launch.nproc)
     return ScoreTask(config, run_path, stored, info, root, layout.plan, run_dir)
 
 
@@ -115,7 +117,12 @@ class TrainedModel:
         self.precision = task.stored.train.precision
         self.dataset = PreparedDataset(task.dataset_root)
         self.embeddings: ShardedEmbeddings = build_embeddings(
-            task.stored, self.dataset.manifest, for_training=False, plan=task.plan, comm=comm
+            task.stored,
+            self.dataset.manifest,
+            for_training=False,
+            plan=task.plan,
+            comm=comm,
+            fill=False,  # All rows are loaded.
         )
         self.model: DLRM = build_model(task.stored, self.dataset.manifest)
         load_model(task.info, self.model, self.embeddings)

@@ -28,7 +28,7 @@ from dlrm.hot_set import describe_outcome
 from dlrm.launch import WorkerContext, join, start
 from dlrm.metrics import BinaryMetrics, EvalResult
 from dlrm.optim import describe_semantics
-from dlrm.planning import make_plan, why_on_device
+from dlrm.planning import check_tables_fit, make_plan, why_on_device
 from dlrm.profile import PROFILE_FOLDER, StepProfiler, describe_profile, profiled_steps
 from dlrm.resume import is_restarted, with_restarts
 from dlrm.run_folder import RunFolder
@@ -236,6 +236,7 @@ def _make_task(
         )
     layout = make_plan(config, dataset, world_size, ranks_per_host=ranks_per_host)
     layout = begin.layout(config, layout, say)
+    check_tables_fit(config, dataset, layout.plan, ranks_per_host or world_size)
     folder.write_text("plan.json", layout.plan.to_json())
     result["plan_digest"] = layout.plan.digest()
     result["plan_reasons"] = layout.reasons
@@ -268,6 +269,7 @@ def train_rank(context: WorkerContext, task: TrainTask, say: Callable[[str], Non
             beat=context.heartbeat.beat,
             working=working,
             is_stop_asked=stop.asked,
+            fills_tables=task.start.resume is None,
         )
         result |= task.start.load(trainer, lambda: context.heartbeat.beat(0, "load"))
     profiler: StepProfiler | None = None

@@ -70,6 +70,7 @@ class Trainer:
         beat: told step and phase whenever a phase begins (the heartbeat).
         working: what runs around evaluating and keeping the model, which may take long.
         is_stop_asked: whether this rank was told to end the run; asked once a step.
+        fills_tables: False: without start values, since the run is to be resumed.
 
     Attributes:
         is_stopped: the run ended early, in order, since a rank was told to.
@@ -88,12 +89,20 @@ class Trainer:
         beat: Callable[[int, str], None] = lambda step, phase: None,
         working: Callable[[], AbstractContextManager[None]] = nullcontext,
         is_stop_asked: Callable[[], bool] = lambda: False,
+        fills_tables: bool = True,
     ) -> None:
         self.config, self.dataset, self.folder = config, dataset, folder
         self.comm = comm if comm is not None else SingleProcess()
         self.is_first = self.comm.rank == 0
         self.say = say if self.is_first else lambda line: None
-        self.embeddings = build_embeddings(config, dataset.manifest, plan=plan, comm=self.comm)
+        self.embeddings = build_embeddings(
+            config,
+            dataset.manifest,
+            plan=plan,
+            comm=self.comm,
+            fill=fills_tables,
+            beat=lambda: beat(0, "build"),
+        )
         self.embeddings.compile_loops()
         self.model = build_model(config, dataset.manifest)
         self.hot_set: RunHotSet | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -112,9 +112,12 @@ class ShardedEmbeddings:
         clip_norm: bound of the global gradient norm or None; likewise.
         host: how the rows of tables in host memory are brought; None: each step's at once.
         executor: moves them; None: CPU threads.
+        fill: False: without start values, since every row is to be loaded.
+        beat: called while the tables are filled.
 
     Raises:
-        ValueError: naming the config key, for a type, plan or backend that can't be had.
+        ValueError: naming the config key, for a type, plan or backend that can't be had, and for
+            tables that don't fit into memory.
     """
 
     def __init__(
@@ -133,6 +136,8 @@ class ShardedEmbeddings:
         clip_norm: float | None = None,
         host: HostSettings | None = None,
         executor: Executor | None = None,
+        fill: bool = True,
+        beat: Callable[[], None] = lambda: None,
     ) -> None:
         if dtype not in (torch.float32, torch.float64):
             raise ValueError(f"tables are fp32 or fp64, not {dtype} (train.precision)")
@@ -158,7 +163,9 @@ class ShardedEmbeddings:
             world_size=self.comm.world_size,
         )
         self.backend, self.backend_message = _choose_backend(backend, illegal)
-        self.store = RowStore(tables, groups, optimizer, seed=seed, dtype=dtype)
+        self.store = RowStore(
+            tables, groups, optimizer, seed=seed, dtype=dtype, fill=fill, beat=beat
+        )
         self.tables = tuple(tables)
         self.dtype = dtype
         self._local = [group for group in groups if group.everywhere]

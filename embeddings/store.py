@@ -13,8 +13,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from embeddings.compiled import in_parts
 from embeddings.keys import sorted_stretch
-from embeddings.row_memory import rows_to_fill
+from embeddings.machine import available_bytes
+from embeddings.row_memory import TablesDontFit, rows_to_fill
 from embeddings.row_optim import ROW_STATE, RowOptimizerConfig, state_widths
 from embeddings.row_update import update_in_place
 from embeddings.table import TableConfig, fill_uniform
@@ -22,6 +24,8 @@ from embeddings.table_group import Piece, TableGroup
 
 WEIGHT = "weight"
 _BLOCK_ROWS = 65_536
+_FILL_ELEMENTS = 1 << 24
+"""Start values between two beats: a fraction of a second of one thread."""
 
 
 class RowStore:
@@ -43,6 +47,11 @@ class RowStore:
         optimizer: rule and constants of the update.
         seed: the run's seed.
         dtype: type of weights and state; None: that of the groups, of which there must be one.
+        fill: False: weights are left as they come, since all of them are to be loaded.
+        beat: called while weights are filled.
+
+    Raises:
+        TablesDontFit: naming the tables that the system has no memory for.
     """
 
     def __init__(
@@ -53,6 +62,8 @@ class RowStore:
         *,
         seed: int,
         dtype: torch.dtype | None = None,
+        fill: bool = True,
+        beat: Callable[[], None] = lambda: None,
     ) -> None:
         self.num_steps = 0
         self.before_whole_rows: Callable[[], None] = lambda: None
@@ -64,32 +75,54 @@ class RowStore:
         self._state: list[dict[str, Tensor]] = []
         by_name = {table.name: table for table in tables}
         for index, group in enumerate(self._groups):
-            self._weights.append(rows_to_fill(group.num_rows, group.dim, group.dtype))
-            widths = state_widths(optimizer, group.dim)
-            self._state.append(
-                {n: torch.zeros(group.num_rows, w, dtype=group.dtype) for n, w in widths.items()}
-            )
+            self._allocate(group)
             for piece, key in zip(group.pieces, group.first_keys, strict=True):
                 place = _Place(index, key, piece)
                 self._places.setdefault(piece.table, []).append(place)
-                self._fill(by_name[piece.table], place, seed)
+                if fill:
+                    self._fill(by_name[piece.table], place, seed, beat)
         self._tables = tuple(table for table in tables if table.name in self._places)
         self._dims = {table.name: table.dim for table in tables}
 
-    def _fill(self, table: TableConfig, place: _Place, seed: int) -> None:
-        rows_RD = self._weights[place.group][place.key : place.key + place.piece.num_rows]
-        column = 0
-        for start, stop in place.piece.columns:
-            fill_uniform(
-                rows_RD[:, column : column + stop - start],
-                seed=seed,
-                table_name=table.name,
-                row_start=place.piece.row_start,
-                col_start=start,
-                dim=table.dim,
-                bound=table.default_bound,
-            )
-            column += stop - start
+    def _allocate(self, group: TableGroup) -> None:
+        widths = state_widths(self._optimizer, group.dim)
+        try:
+            weights = rows_to_fill(group.num_rows, group.dim, group.dtype)
+            state = {
+                n: torch.zeros(group.num_rows, w, dtype=group.dtype) for n, w in widths.items()
+            }
+        except (OSError, RuntimeError, OverflowError, MemoryError) as error:
+            names = list(dict.fromkeys(piece.table for piece in group.pieces))
+            width = group.dim + sum(widths.values())
+            raise TablesDontFit(
+                names, group.num_rows * width * group.dtype.itemsize, available_bytes()
+            ) from error
+        self._weights.append(weights)
+        self._state.append(state)
+
+    def _fill(self, table: TableConfig, place: _Place, seed: int, beat: Callable[[], None]) -> None:
+        """Start values, by as many threads as torch has: they don't depend on who fills them."""
+        piece = place.piece
+        rows_RD = self._weights[place.group][place.key : place.key + piece.num_rows]
+
+        def fill(first: int, stop: int, block: int) -> None:
+            column = 0
+            for start, end in piece.columns:
+                fill_uniform(
+                    rows_RD[block + first : block + stop, column : column + end - start],
+                    seed=seed,
+                    table_name=table.name,
+                    row_start=piece.row_start + block + first,
+                    col_start=start,
+                    dim=table.dim,
+                    bound=table.default_bound,
+                )
+                column += end - start
+
+        block_rows = max(1, _FILL_ELEMENTS // piece.dim)
+        for block in range(0, piece.num_rows, block_rows):
+            beat()
+            in_parts(fill, min(block_rows, piece.num_rows - block), block)
 
     @property
     def tables(self) -> tuple[TableConfig, ...]:
