@@ -12,6 +12,8 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
+from data.files import naming
+
 Arrays = dict[str, "np.ndarray | pa.Array"]
 
 
@@ -24,7 +26,11 @@ def save_arrays(path: Path, arrays: Arrays) -> None:
         columns.append(pa.LargeListArray.from_arrays(offsets, flat))
     table = pa.Table.from_arrays(columns, names=list(arrays))
     temporary = path.with_name(path.name + ".partial")
-    with pa.OSFile(str(temporary), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+    with (
+        naming(path),
+        pa.OSFile(str(temporary), "wb") as sink,
+        pa.ipc.new_file(sink, table.schema) as writer,
+    ):
         writer.write_table(table)
     os.replace(temporary, path)
 

@@ -32,7 +32,7 @@ class CountPass:
     Args:
         schema: names the standardised columns.
         features: the sparse features.
-        root: the dataset folder; dictionaries go to `root/vocabulary`.
+        root: the folder that the dataset is built in; dictionaries go to `root/vocabulary`.
         work: folder for spilled counts.
         listener: follows the progress.
     """
@@ -98,7 +98,6 @@ class CountPass:
 
     def _build_vocabularies(self, pool: ThreadPoolExecutor) -> dict[str, Vocabulary]:
         folder, mapped = self._root / "vocabulary", self._work / "dictionaries"
-        shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         mapped.mkdir(exist_ok=True)
         jobs = {
@@ -112,7 +111,8 @@ class CountPass:
             for table, feature in self._dictionaries.items()
         }
         built = {table: job.result() for table, job in jobs.items()}
-        shutil.rmtree(self._work / "tokens", ignore_errors=True)
+        if (self._work / "tokens").exists():
+            shutil.rmtree(self._work / "tokens")
         # A key and its row take 16 bytes.
         total_bytes = sum(16 * num_tokens for _, num_tokens in built.values())
         in_memory = total_bytes <= _DICTIONARY_BYTES_IN_MEMORY

@@ -11,12 +11,14 @@ from __future__ import annotations
 import contextlib
 import mmap
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 
+from data.files import naming
 from data.tokens import collision_error
 
 _RUNS_PER_LEVEL = 32
@@ -161,17 +163,21 @@ def _merge(runs: list[Run], chunk_keys: int) -> Iterator[Run]:
 def _save_run(path: Path, runs: Iterator[Run]) -> None:
     """Streams a run to `path`.keys, .counts and, for text, .tokens (Arrow)."""
     tokens_writer = None
-    with open(f"{path}.keys", "wb") as keys_file, open(f"{path}.counts", "wb") as counts_file:
+    with (
+        naming(path),
+        ExitStack() as opened,
+        open(f"{path}.keys", "wb") as keys_file,
+        open(f"{path}.counts", "wb") as counts_file,
+    ):
         for run in runs:
-            run.keys.tofile(keys_file)
-            run.counts.tofile(counts_file)
+            keys_file.write(np.ascontiguousarray(run.keys).data)
+            counts_file.write(np.ascontiguousarray(run.counts).data)
             if run.tokens is not None:
                 batch = pa.record_batch([_combined(run.tokens)], names=["token"])
                 if tokens_writer is None:
-                    tokens_writer = pa.ipc.new_file(f"{path}.tokens", batch.schema)
+                    tokens_file = opened.enter_context(pa.OSFile(f"{path}.tokens", "wb"))
+                    tokens_writer = opened.enter_context(pa.ipc.new_file(tokens_file, batch.schema))
                 tokens_writer.write_batch(batch)
-    if tokens_writer is not None:
-        tokens_writer.close()
 
 
 def _load_run(path: Path) -> Run:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import io
 import os
@@ -87,6 +88,19 @@ def write_whole(path: Path, payload: Any) -> None:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise
+
+
+def flush_folder(folder: Path) -> None:
+    """Flushes a folder's entries to disk, so that what comes after can't reach it before them."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with naming(folder):
+            os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # A file system that can't, and so promises nothing.
+            raise
+    finally:
+        os.close(descriptor)
 
 
 def file_sha256(path: Path) -> str:

@@ -13,13 +13,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from data.counting import KeyCounter
+from data.files import WholeFile
 
 
 def write_id_counts(counter: KeyCounter, path: Path, root: Path) -> dict[str, Any]:
     """Writes (id, count) of one feature, sorted by id; returns the manifest's summary of it."""
     schema = pa.schema([("id", pa.int64()), ("count", pa.int64())])
     ids_by_count: dict[int, int] = {}
-    with pq.ParquetWriter(path, schema, compression="zstd") as writer:
+    with WholeFile(path) as sink, pq.ParquetWriter(sink, schema, compression="zstd") as writer:
         for run in counter.merged():
             arrays = [pa.array(run.keys.view(np.int64)), pa.array(run.counts)]
             writer.write_table(pa.Table.from_arrays(arrays, schema=schema))

@@ -103,7 +103,7 @@ class PartWriter:
     (84 MB for Criteo) or, where rows are wide, as many as fill 128 MiB going by the first ones.
 
     Args:
-        root: the dataset folder.
+        root: the folder that the dataset is built in, without one for this part.
         part: `train`, `valid` or `test`; files go to `root/part/`.
         pool: writes files while the next rows are collected.
     """
@@ -115,9 +115,7 @@ class PartWriter:
         self._writing: Future[PartFile] | None = None
         self._files: list[PartFile] = []
         self.group_rows = LANE_GROUP_ROWS
-        (root / part).mkdir(parents=True, exist_ok=True)
-        for stale in (root / part).glob("part-*"):
-            stale.unlink()
+        (root / part).mkdir()
 
     def append(self, rows: pa.Table) -> None:
         """Adds rows (see `Rows.to_table`); writes a file whenever one is full."""

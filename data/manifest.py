@@ -189,7 +189,7 @@ def load_manifest(root: Path) -> Manifest:
             "with the same data= and data.root="
         )
     try:
-        values = json.loads(path.read_text())
+        values = json.loads(path.read_text(encoding="utf-8"))
         return _from_json(values, root)
     except (ValueError, KeyError, TypeError) as error:
         if isinstance(error, UserError):

@@ -25,6 +25,7 @@ import pyarrow.parquet as pq
 
 from data.batch import Batch
 from data.columns import Bags, Columns, assemble_batch
+from data.commit import dataset_file
 from data.errors import UserError
 from data.lanes import (
     BAG_WEIGHT_SUFFIX,
@@ -77,6 +78,10 @@ class PreparedDataset:
         self.lists = [f for f in self.features if f.is_list]
         self._check_files()
 
+    def file(self, name: str) -> Path:
+        """The path of a file that the manifest lists as `name`."""
+        return dataset_file(self.root, self.manifest, name)
+
     def num_rows(self, part: str) -> int:
         """Rows of `train`, `valid` or `test`."""
         return self.manifest.parts[part].rows
@@ -96,7 +101,8 @@ class PreparedDataset:
         """One column of a part, in row order."""
         values = []
         for entry in self.manifest.parts[part].files:
-            lane_major = pq.read_table(self.root / entry.file, columns=[name])[name].to_numpy()
+            table = pq.read_table(self.file(entry.file), columns=[name])
+            lane_major = table[name].to_numpy()
             lanes = np.argsort(np.arange(entry.rows) % NUM_LANES, kind="stable")
             in_rows = np.empty_like(lane_major)
             in_rows[lanes] = lane_major
@@ -107,7 +113,7 @@ class PreparedDataset:
         """Sizes only: digests would read the dataset once more at every start."""
         for part in self.manifest.parts.values():
             for entry in part.files:
-                path = self.root / entry.file
+                path = self.file(entry.file)
                 size = path.stat().st_size if path.is_file() else None
                 if size != entry.num_bytes:
                     found = "is missing" if size is None else f"has {size:,} bytes"
@@ -195,7 +201,7 @@ class _LaneReader:
             return self._open[number]
         if len(self._open) >= _OPEN_FILES:
             self._open.popitem(last=False)[1].close()
-        opened = pq.ParquetFile(self._dataset.root / self._files[number].file)
+        opened = pq.ParquetFile(self._dataset.file(self._files[number].file))
         self._open[number] = opened
         return opened
 

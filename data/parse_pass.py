@@ -93,7 +93,8 @@ class ParsePass:
         if finished := self._finished_before(folder, path):
             self._listener.advance(path.stat().st_size, finished.info.rows)
             return finished
-        shutil.rmtree(folder, ignore_errors=True)
+        if folder.exists():
+            shutil.rmtree(folder)
         folder.mkdir()
         hasher = hashlib.sha256()
         block_rows: list[int] = []
@@ -133,7 +134,7 @@ class ParsePass:
         marker = folder / "finished.json"
         if not marker.exists():
             return None
-        values = json.loads(marker.read_text())
+        values = json.loads(marker.read_text(encoding="utf-8"))
         info = InputFile(**{**values["info"], "file": path.name})
         if values["parse_key"] != self._key or info.sha256 != file_sha256(path):
             return None

@@ -13,6 +13,7 @@ import numpy as np
 
 from data.batch import Batch
 from data.columns import Bags, Columns, assemble_batch
+from data.commit import dataset_file
 from data.errors import RawDataError, UserError
 from data.files import file_name
 from data.lanes import Rows
@@ -32,7 +33,7 @@ def load_row_mapper(root: Path, manifest: Manifest) -> RowMapper:
             continue
         dictionary = None
         if feature.vocabulary == "dictionary":
-            path = root / "vocabulary" / f"{file_name(feature.table)}.parquet"
+            path = dataset_file(root, manifest, f"vocabulary/{file_name(feature.table)}.parquet")
             dictionary = load_dictionary(path, manifest.table_rows[feature.table])
         vocabularies[feature.table] = Vocabulary(feature, dictionary)
     return RowMapper(manifest.schema, manifest.features, vocabularies, manifest.moments)

@@ -28,10 +28,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.csv as pa_csv
 
+from data.commit import build_folder, commit
 from data.counting import KeyCounter
 from data.errors import UserError
 from data.files import file_sha256
 from data.lanes import PartWriter, Rows
+from data.making import check_same_kind, making, tidy
 from data.manifest import FORMAT_VERSION, MANIFEST, Manifest, PartInfo, load_manifest
 from data.progress import ProgressListener, SilentListener
 from data.schema import (
@@ -46,7 +48,6 @@ from data.schema import (
 from data.split import PARTS, TRAIN
 from data.transform import transform_dense
 from data.vocabulary import MappedIds
-from data.work_folder import locked
 from data.write_pass import PartTally, write_all_id_counts
 
 TEACHER_COLUMN = "teacher_logit"
@@ -250,20 +251,28 @@ def synthesise(
         UserError: where `root` holds another dataset.
     """
     listener = listener or SilentListener()
-    if (root / MANIFEST).exists() and not overwrite and not (root / ".work").exists():
-        return _reuse(config, root)
-    with locked(root) as work:
-        if overwrite:
-            (root / MANIFEST).unlink(missing_ok=True)
-        elif (root / MANIFEST).exists():  # Another process was faster.
+    if (root / MANIFEST).exists() and not overwrite:
+        manifest = _reuse(config, root)
+        tidy(root, manifest)
+        return manifest
+    # Runs that are started together want the same rows: one makes them, the others wait.
+    wait = None if overwrite else lambda holder: listener.phase(f"wait for {holder}", 0)
+    with making(root, [], wait) as work:
+        if (root / MANIFEST).exists() and not overwrite:  # Another process was faster.
             return _reuse(config, root)
-        manifest = _generate(config, root, work, listener)
-        manifest.save(root)
-    return manifest
+        check_same_kind(root, "synthetic", is_synthetic=True)
+        manifest = _generate(config, build_folder(work), work, listener)
+        commit(root, work, manifest)
+        return manifest
 
 
 def _reuse(config: SyntheticConfig, root: Path) -> Manifest:
     manifest = load_manifest(root)
+    if manifest.synthetic is None:
+        raise UserError(
+            f"data.root={root} holds another dataset ({manifest.schema.name}, prepared from raw "
+            "files), not data=synthetic; choose another data.root"
+        )
     if manifest.synthetic != config.settings():
         raise UserError(
             f"data.root={root} holds another dataset ({manifest.schema.name}, settings "

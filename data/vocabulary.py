@@ -23,6 +23,7 @@ import pyarrow.parquet as pq
 
 from data.counting import KeyCounter
 from data.errors import UserError
+from data.files import WholeFile, naming
 from data.hashing import mix
 from data.schema import Feature
 
@@ -214,7 +215,9 @@ def build_dictionary(
     columns = [("key", pa.uint64()), ("row", pa.int64()), ("count", pa.int64())]
     schema = pa.schema(columns + ([("token", pa.string())] if is_text else []))
     with (
-        pq.ParquetWriter(path, schema, compression="zstd") as writer,
+        naming(work / path.stem),
+        WholeFile(path) as sink,
+        pq.ParquetWriter(sink, schema, compression="zstd") as writer,
         open(work / f"{path.stem}.keys", "wb") as keys_file,
         open(work / f"{path.stem}.rows", "wb") as rows_file,
     ):
@@ -226,8 +229,8 @@ def build_dictionary(
             if is_text:
                 arrays.append(pa.concat_arrays(_chunks(run.tokens)).filter(pa.array(is_kept)))
             writer.write_table(pa.Table.from_arrays(arrays, schema=schema))
-            run.keys[is_kept].tofile(keys_file)
-            rows[is_kept].tofile(rows_file)
+            keys_file.write(run.keys[is_kept].data)
+            rows_file.write(rows[is_kept].data)
             kept += int(is_kept.sum())
     return max(limit, first_row + 1), kept
 

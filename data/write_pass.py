@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -53,7 +52,7 @@ class WritePass:
 
     Args:
         mapper: applies vocabularies and transforms.
-        root: the dataset folder.
+        root: the folder that the dataset is built in.
         work: folder for spilled counts.
         listener: follows the progress.
     """
@@ -183,7 +182,6 @@ class PartTally:
 def write_all_id_counts(counters: dict[str, KeyCounter], root: Path) -> dict[str, dict[str, Any]]:
     """Writes `root/counts/FEATURE.parquet` for each feature; returns their summaries."""
     folder = root / "counts"
-    shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     return {
         name: write_id_counts(counter, folder / f"{file_name(name)}.parquet", root)

@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from data.commit import dataset_file
 from data.errors import UserError
 from data.files import file_name
 from data.manifest import Manifest
@@ -73,7 +74,7 @@ def row_meanings(root: Path, manifest: Manifest, table: str, work: Path) -> Iter
     window = max(WINDOW_ROWS, -(-num_rows // _MOST_WINDOWS))
     is_dictionary = features[0].vocabulary == "dictionary"
     if is_dictionary:
-        path = root / "vocabulary" / f"{file_name(table)}.parquet"
+        path = dataset_file(root, manifest, f"vocabulary/{file_name(table)}.parquet")
         try:
             _deal_out(path, window, num_rows, work)
         except (pa.ArrowException, OSError, KeyError) as error:

@@ -30,6 +30,7 @@ from omegaconf.errors import OmegaConfBaseException
 from data.errors import UserError
 from dlrm.config import to_config
 from dlrm.run_folder import remove_if_empty
+from dlrm.stored_data import fill_in_stored_data
 from dlrm.sweep import Sweep, check_unused
 from dlrm.sweep_table import print_table, write_page
 from dlrm.torchrun import under_torchrun
@@ -74,6 +75,7 @@ class Jobs:
         if self.sweep is not None:
             self.sweep.enter(hydra.job.num, run_dir)
         try:
+            fill_in_stored_data(composed, hydra.overrides.task)
             config = to_config(composed)
             text = OmegaConf.to_yaml(composed, resolve=True)
             self._run_job(config, text, run_dir, is_sweep)

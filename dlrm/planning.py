@@ -131,7 +131,7 @@ def load_table_stats(dataset: PreparedDataset) -> dict[str, TableStats]:
     files: dict[str, list[Path | None]] = {name: [] for name in manifest.table_rows}
     for feature in manifest.features:
         entry = manifest.counts.get(feature.name)
-        path = dataset.root / entry["file"] if entry else None
+        path = dataset.file(entry["file"]) if entry else None
         files[feature.table].append(path if path and path.is_file() else None)
     stats = {}
     for table, paths in files.items():

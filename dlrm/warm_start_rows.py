@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
+from data.commit import dataset_file
 from data.errors import UserError
 from data.files import file_name, file_sha256
 from data.manifest import Manifest, load_manifest
@@ -170,7 +171,7 @@ def _vocabulary_file(table: str) -> str:
 
 def _read_dictionary(root: Path, manifest: Manifest, table: str) -> Dictionary:
     name = _vocabulary_file(table)
-    path = root / name
+    path = dataset_file(root, manifest, name)
     try:
         if file_sha256(path) != manifest.outputs[name]:
             raise UserError(f"{path} is damaged: its digest isn't the recorded one")
