@@ -201,7 +201,8 @@ def _from_json(values: dict[str, Any], root: Path) -> Manifest:
     if values.get("format_version") not in (OLDEST_FORMAT_VERSION, FORMAT_VERSION):
         raise UserError(
             f"data.root={root}: prepared in format {values.get('format_version')}, this version "
-            f"reads {OLDEST_FORMAT_VERSION} and {FORMAT_VERSION}; prepare it again with data.overwrite=true"
+            f"reads {OLDEST_FORMAT_VERSION} and {FORMAT_VERSION}; prepare it again with "
+            "data.overwrite=true"
         )
     parts = {}
     for name, part in values["parts"].items():

@@ -18,21 +18,24 @@ import pyarrow.csv as pa_csv
 import pyarrow.parquet as pq
 
 from data.errors import RawDataError
-from data.raw_columns import (
-    BadColumn,
-    as_fp32,
-    combine,
-    dense_values,
-    is_plain_int,
-    sparse_values,
+from data.raw_columns import as_fp32, combine, dense_values, is_plain_int, sparse_values
+from data.raw_files import (
+    BYTE_ORDER_MARK,
+    CountingReader,
+    bad_parquet,
+    count_line_ends,
+    has_label_column,
+    names_of,
+    whole_lines,
 )
-from data.raw_files import CountingReader, bad_parquet, count_line_ends, names_of, whole_lines
-from data.raw_lines import explain_bad_slice
+from data.raw_lines import check_closing_quotes, explain_bad_slice, header_problem
+from data.raw_types import BadColumn, check_types, id_values
 from data.schema import Feature, Schema, resolve_features, used_columns
 from data.tokens import BadToken, EncodedColumn
 
 SLICE_BYTES = 8 << 20
 _PARQUET_BLOCK_ROWS = 65_536
+_UNREADABLE = (pa.ArrowInvalid, pa.ArrowNotImplementedError, OSError)
 
 
 @dataclass(frozen=True)
@@ -126,45 +129,50 @@ class RawReader:
     # csv
 
     def _csv_slices(self, path: Path, hasher: Any) -> Iterator[RawSlice]:
-        name, line = str(path), 1
-        columns = self._headless_columns()
+        name, line, num_blank = str(path), 1, 0
+        columns: list[str] | None = None
         with open(path, "rb", buffering=0) as opened:
             counted = CountingReader(opened, hasher)
-            is_first = True
-            for piece in whole_lines(path, counted, SLICE_BYTES):
-                if is_first:
-                    is_first = False
-                    piece = piece.removeprefix(b"\xef\xbb\xbf")
+            for number, piece in enumerate(whole_lines(path, counted, SLICE_BYTES)):
+                if number == 0:
+                    piece = piece.removeprefix(BYTE_ORDER_MARK)
+                if columns is None:
+                    text = piece.lstrip(b"\r\n")
+                    num_blank += count_line_ends(piece[: len(piece) - len(text)])
+                    if not text:
+                        continue
+                    first, _, rest = text.partition(b"\n")
                     if self.schema.format.header:
-                        header, _, piece = piece.partition(b"\n")
-                        columns, line = self._check_header(name, header), 2
+                        columns, line = self._check_header(name, num_blank + 1, first), 2
+                        text = rest
+                    else:
+                        columns = self._headless_columns(path, first)
+                    # Blank lines in front stay, to be counted; they may follow the header as well.
+                    piece = b"\n" * num_blank + text
                 if piece:
                     num_lines = count_line_ends(piece) + (not piece.endswith(b"\n"))
                     yield RawSlice(name, piece, line, num_lines, columns, counted.take())
                     line += num_lines
+            if columns is None and num_blank:
+                blank = b"\n" * num_blank
+                yield RawSlice(name, blank, 1, num_blank, self._used, counted.take())
 
-    def _headless_columns(self) -> list[str]:
+    def _headless_columns(self, path: Path, line: bytes) -> list[str]:
         columns = self.schema.format.columns
-        if self.labelled:
+        if self.labelled or has_label_column(path, line, self.schema):
             return columns
         return [
             c for c in columns if c not in (self.schema.label.column, self.schema.example_weight)
         ]
 
-    def _check_header(self, file: str, line: bytes) -> list[str]:
+    def _check_header(self, file: str, number: int, line: bytes) -> list[str]:
         names = names_of(line, self.schema)
         absent = [name for name in self._used if name not in names]
         if absent:
-            delimiter = self.schema.format.delimiter
-            hint = f"; is the delimiter {delimiter!r}?" if len(names) == 1 else ""
-            raise RawDataError(
-                file,
-                1,
-                f"the header has no column {', '.join(absent)}; it names {', '.join(names)}{hint}",
-            )
+            raise RawDataError(file, number, header_problem(names, absent, line, self.schema))
         twice = sorted({name for name in self._used if names.count(name) > 1})
         if twice:
-            raise RawDataError(file, 1, f"the header names a column twice: {', '.join(twice)}")
+            raise RawDataError(file, number, f"the header names a column twice: {', '.join(twice)}")
         return names
 
     def _read_csv(self, payload: bytes, columns: list[str]) -> pa.Table:
@@ -173,7 +181,9 @@ class RawReader:
         types: dict[str, pa.DataType] = dict.fromkeys(columns, text_kind)
         if not form.trim:
             types.update(dict.fromkeys(self.schema.dense, pa.float64()))
-            types.update({f.name: pa.int64() for f in self.features if is_plain_int(f)})
+            # The parser would take 0x1f for a whole number.
+            if not _may_hold_0x(payload):
+                types.update({f.name: pa.int64() for f in self.features if is_plain_int(f)})
         return pa_csv.read_csv(
             pa.BufferReader(payload),
             read_options=pa_csv.ReadOptions(
@@ -199,11 +209,16 @@ class RawReader:
         num_quotes = np.cumsum(text == quote[0])[text == 10]
         if (num_quotes % 2).any():
             raise BadColumn("a line break inside quotes isn't supported")
+        if b"\\" + quote in payload:
+            check_closing_quotes(payload, self.schema)
 
     def _encode(self, table: pa.Table) -> RawBlock:
         arrays = {name: combine(table[name]) for name in self._used}
         if self.schema.format.trim:
             arrays = {name: self._trimmed(name, values) for name, values in arrays.items()}
+        for name in {f.name for f in self.features if is_plain_int(f)}:
+            if pa.types.is_string(arrays[name].type):
+                arrays[name] = pc.utf8_trim(arrays[name], " \t")
         return self._block(arrays, table.num_rows)
 
     def _trimmed(self, name: str, values: pa.Array) -> pa.Array:
@@ -212,8 +227,6 @@ class RawReader:
         text = pc.if_else(is_missing, pa.scalar(None, pa.string()), text)
         if name in self.schema.dense:
             return text.cast(pa.float64())
-        if any(f.name == name and is_plain_int(f) for f in self.features):
-            return text.cast(pa.int64())
         return text
 
     # parquet
@@ -225,19 +238,17 @@ class RawReader:
                     hasher.update(piece)
         try:
             source = pq.ParquetFile(path)
-        except (pa.ArrowInvalid, OSError) as error:
+        except _UNREADABLE as error:
             raise bad_parquet(path, error) from None
         with source:
-            absent = [n for n in self._used if n not in source.schema_arrow.names]
-            if absent:
-                raise RawDataError(str(path), None, f"has no column {', '.join(absent)}")
+            check_types(path, source.schema_arrow, self.schema, labelled=self.labelled)
             row, size = 1, path.stat().st_size
             total = max(source.metadata.num_rows, 1)
             batches = source.iter_batches(_PARQUET_BLOCK_ROWS, columns=self._used)
             while True:
                 try:
                     batch = next(batches, None)
-                except (pa.ArrowInvalid, OSError) as error:
+                except _UNREADABLE as error:
                     raise bad_parquet(path, error) from None
                 if batch is None:
                     return
@@ -256,7 +267,7 @@ class RawReader:
         arrays = {name: batch.column(name) for name in self._used}
         try:
             return self._block(arrays, batch.num_rows)
-        except (pa.ArrowInvalid, pa.ArrowNotImplementedError, BadToken, BadColumn) as error:
+        except (BadToken, BadColumn) as error:
             last = piece.first_line + batch.num_rows - 1
             raise RawDataError(
                 piece.file, None, f"rows {piece.first_line:,} to {last:,}: {error}"
@@ -282,9 +293,7 @@ class RawReader:
 
     def _label_values(self, values: pa.Array) -> np.ndarray:
         label = self.schema.label
-        if pa.types.is_floating(values.type):
-            values = values.cast(pa.int64())
-        encoded = values.cast(pa.string()).dictionary_encode()
+        encoded = id_values(label.column, values, "text").dictionary_encode()
         meaning = []
         for text in encoded.dictionary.to_pylist():
             if text not in label.positive and text not in label.negative:
@@ -293,3 +302,8 @@ class RawReader:
         if encoded.null_count:
             raise BadColumn(f"column {label.column}: a label is missing")
         return np.array(meaning, dtype=np.uint8)[encoded.indices.to_numpy(zero_copy_only=False)]
+
+
+def _may_hold_0x(payload: bytes) -> bool:
+    # One letter is found many times faster than two, and often there is none.
+    return (b"x" in payload and b"0x" in payload) or (b"X" in payload and b"0X" in payload)

@@ -6,12 +6,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from data.raw_types import BadColumn, as_lists, id_values, number_values
 from data.schema import Feature
-from data.tokens import MISSING, EncodedColumn, encode
-
-
-class BadColumn(ValueError):
-    """A value that the schema doesn't admit; turned into a RawDataError that names the line."""
+from data.tokens import MISSING, BadToken, EncodedColumn, encode
 
 
 def is_plain_int(feature: Feature) -> bool:
@@ -26,11 +23,11 @@ def combine(column: pa.ChunkedArray) -> pa.Array:
 
 
 def dense_values(name: str, values: pa.Array) -> np.ndarray:
-    numbers = values.cast(pa.float64())
+    numbers = number_values(name, values)
     array = numbers.to_numpy(zero_copy_only=False)
     is_finite = np.isfinite(array)
     if int(is_finite.sum()) + numbers.null_count != len(array):
-        raise BadColumn(f"column {name}: a value isn't finite")
+        raise BadColumn(f"column {name}: a value isn't finite (a missing one is null)")
     return array
 
 
@@ -46,11 +43,9 @@ def sparse_values(
     feature: Feature, arrays: dict[str, pa.Array], missing: list[str]
 ) -> EncodedColumn:
     values = arrays[feature.name]
-    if pa.types.is_dictionary(values.type):
-        values = values.dictionary_decode()
     if feature.many:
         return _bags(feature, values, arrays, missing)
-    encoded = encode(_as_token_type(feature, values), feature.token)
+    encoded = _encoded(feature, values)
     if not feature.is_list:
         return encoded
     is_present = encoded.codes != MISSING
@@ -59,22 +54,28 @@ def sparse_values(
     )
 
 
-def _as_token_type(feature: Feature, values: pa.Array) -> pa.Array:
-    wanted = pa.int64() if feature.token == "int" else pa.string()
-    return values if values.type == wanted else values.cast(wanted)
+def _encoded(feature: Feature, values: pa.Array) -> EncodedColumn:
+    try:
+        return encode(id_values(feature.name, values, feature.token), feature.token)
+    except BadToken as error:
+        raise BadColumn(f"column {feature.name}: {error}") from None
 
 
 def _bags(
     feature: Feature, values: pa.Array, arrays: dict[str, pa.Array], missing: list[str]
 ) -> EncodedColumn:
     """List columns, or texts cut at the separator, to codes and lengths."""
-    lengths, flat = _split_bags(values, feature.separator)
+    lengths, flat = _split_bags(feature.name, values, feature.separator)
+    if feature.separator == "":
+        flat = id_values(feature.name, flat, feature.token)
     is_missing = pc.is_in(flat, value_set=pa.array(missing, pa.string())) if missing else None
     if flat.null_count or (is_missing is not None and pc.any(is_missing).as_py()):
         raise BadColumn(f"column {feature.name}: a missing id inside a bag")
     weights = None
     if feature.bag_weights:
-        weight_lengths, flat_weights = _split_bags(arrays[feature.bag_weights], feature.separator)
+        weight_lengths, flat_weights = _split_bags(
+            feature.bag_weights, arrays[feature.bag_weights], feature.separator
+        )
         if not np.array_equal(lengths, weight_lengths):
             raise BadColumn(
                 f"column {feature.bag_weights}: a row's number of weights isn't the number of ids "
@@ -83,17 +84,15 @@ def _bags(
         weights = as_fp32(feature.bag_weights, dense_values(feature.bag_weights, flat_weights))
         if np.isnan(weights).any():
             raise BadColumn(f"column {feature.bag_weights}: a weight is missing")
-    encoded = encode(_as_token_type(feature, flat), feature.token)
+    encoded = _encoded(feature, flat)
     codes = encoded.codes
     if feature.missing == "row":
         codes, lengths, weights = _fill_empty_bags(codes, lengths, weights)
     return EncodedColumn(codes, lengths, encoded.keys, encoded.tokens, weights)
 
 
-def _split_bags(values: pa.Array, separator: str) -> tuple[np.ndarray, pa.Array]:
-    lists = pc.split_pattern(values, separator) if separator else values
-    if not (pa.types.is_list(lists.type) or pa.types.is_large_list(lists.type)):
-        raise BadColumn(f"is no list column but {values.type}; set many=false")
+def _split_bags(name: str, values: pa.Array, separator: str) -> tuple[np.ndarray, pa.Array]:
+    lists = pc.split_pattern(values, separator) if separator else as_lists(name, values)
     lengths = pc.fill_null(pc.list_value_length(lists), 0).to_numpy(zero_copy_only=False)
     return lengths.astype(np.int32), lists.flatten()
 

@@ -1,12 +1,8 @@
-"""Raw files as bytes: finding them, unpacking them, cutting them into whole lines."""
+"""Raw files as bytes: what their first lines tell, and cutting them into whole lines."""
 
 from __future__ import annotations
 
-import glob
-import gzip
 import io
-import re
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,61 +11,77 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from data.errors import RawDataError, UserError
-from data.raw_lines import split_fields
+from data.errors import RawDataError
+from data.raw_lines import delimiter_hint, split_fields
 from data.schema import Schema
+from data.unpack import archive_errors, packing_of, unpacked
 
-_DAMAGED_ARCHIVE = (EOFError, gzip.BadGzipFile, zlib.error)
-
-
-def expand_inputs(spec: str | list[str], base: Path, key: str) -> list[Path]:
-    """The files that a path, a list of paths or a glob names, numbers in names sorted as numbers.
-
-    Raises:
-        UserError: where a path or pattern names no file, naming `key`.
-    """
-    patterns = [spec] if isinstance(spec, str) else list(spec)
-    files: list[Path] = []
-    for pattern in patterns:
-        full = str(base / Path(pattern).expanduser())
-        in_base = str(Path(glob.escape(str(base))) / Path(pattern).expanduser())
-        found = [full] if Path(full).is_file() else sorted(glob.glob(in_base), key=_natural_order)
-        found = [name for name in found if Path(name).is_file()]
-        if not found:
-            raise UserError(f"{key}={pattern}: no such file (looked for {full})")
-        files += [Path(name) for name in found]
-    resolved = [path.resolve() for path in files]
-    twice = {str(path) for path in resolved if resolved.count(path) > 1}
-    if twice:
-        raise UserError(f"{key}: named twice: {', '.join(sorted(twice))}")
-    return files
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_LOOK_BYTES = 1 << 20
 
 
-def has_labels(path: Path, schema: Schema) -> bool:
+def has_labels(path: Path, schema: Schema, *, with_value: bool = False) -> bool:
     """Whether a raw file holds the label column: by name, or by the fields of its first line.
+
+    Args:
+        path: the file.
+        schema: what its columns mean.
+        with_value: whether the first row must have a label in it, too.
 
     Raises:
         RawDataError: where there is no header and the count fits neither, or the file is damaged.
     """
     label, form = schema.label.column, schema.format
     if form.kind == "parquet":
-        try:
-            return label in pq.read_schema(path).names
-        except (pa.ArrowInvalid, OSError) as error:
-            raise bad_parquet(path, error) from None
-    fields = names_of(_first_line(path), schema)
+        return _parquet_has_labels(path, label, with_value)
+    lines = _first_lines(path)
+    fields = names_of(lines[0], schema) if lines else []
     if form.header:
-        return label in fields
-    absent = {label, schema.example_weight} - {None}
-    counts = {len(form.columns): True, len(form.columns) - len(absent): False}
-    if len(fields) not in counts:
+        if label not in fields or not with_value or len(lines) < 2:
+            return label in fields
+        return _first_value(lines[1], fields, schema) not in form.missing
+    if not lines:
+        return True
+    has_column = has_label_column(path, lines[0], schema)
+    if has_column and with_value:
+        return _first_value(lines[0], form.columns, schema) not in form.missing
+    return has_column
+
+
+def has_label_column(path: Path, line: bytes, schema: Schema) -> bool:
+    """The same of a line of a file without a header, by its number of fields."""
+    num_columns = len(schema.format.columns)
+    num_unlabelled = num_columns - len({schema.label.column, schema.example_weight} - {None})
+    found = len(names_of(line, schema))
+    if found not in (num_columns, num_unlabelled):
+        text = line.decode("utf-8", errors="replace")
         raise RawDataError(
             str(path),
             1,
-            f"{len(fields)} fields found, {len(form.columns)} expected with labels or "
-            f"{len(form.columns) - len(absent)} without",
+            f"{found} fields found, {num_columns} expected with labels or {num_unlabelled} without"
+            f"{delimiter_hint(text, schema)}",
         )
-    return counts[len(fields)]
+    return found == num_columns
+
+
+def _first_value(line: bytes, columns: list[str], schema: Schema) -> str:
+    """The label's text in a line; of a line that is too short, some text: reading it tells."""
+    fields = split_fields(line.decode("utf-8", errors="replace"), schema)
+    place = columns.index(schema.label.column)
+    return fields[place] if place < len(fields) else "?"
+
+
+def _parquet_has_labels(path: Path, label: str, with_value: bool) -> bool:
+    try:
+        with pq.ParquetFile(path) as source:
+            if label not in source.schema_arrow.names:
+                return False
+            if not with_value or source.schema_arrow.names.count(label) > 1:
+                return True
+            batch = next(source.iter_batches(1, columns=[label]), None)
+            return batch is None or batch.num_rows == 0 or batch.column(0).null_count == 0
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError, OSError) as error:
+        raise bad_parquet(path, error) from None
 
 
 class CountingReader(io.RawIOBase):
@@ -105,20 +117,15 @@ def whole_lines(path: Path, counted: CountingReader, slice_bytes: int) -> Iterat
     """The file's text in pieces of about `slice_bytes` that end where a line does.
 
     Raises:
-        RawDataError: for a damaged archive, or where there is no line end.
+        RawDataError: for a damaged archive or no text (see `packing_of`), or where there is no
+            line end.
     """
-    is_archive = path.suffix == ".gz"
-    if is_archive and path.stat().st_size == 0:
-        raise _bad_archive(path, "it is empty")
-    stream: Any = counted
-    if is_archive:
-        stream = gzip.GzipFile(fileobj=io.BufferedReader(counted, 1 << 20))
+    packing = packing_of(path)
+    stream = unpacked(packing, counted)
     rest = b""
     while True:
-        try:
+        with archive_errors(path):
             chunk = stream.read(slice_bytes)
-        except _DAMAGED_ARCHIVE as error:
-            raise _bad_archive(path, error) from None
         if not chunk:
             break
         end = chunk.rfind(b"\n") + 1
@@ -134,27 +141,26 @@ def whole_lines(path: Path, counted: CountingReader, slice_bytes: int) -> Iterat
         yield rest
 
 
-def _bad_archive(path: Path, error: object) -> RawDataError:
+def bad_parquet(path: Path, error: object) -> RawDataError:
+    """Of a file that isn't parquet, or is damaged."""
     return RawDataError(
-        str(path), None, f"the archive is damaged or cut short ({error}); fetch it again"
+        str(path), None, f"not a readable parquet file ({str(error).splitlines()[0]})"
     )
 
 
-def bad_parquet(path: Path, error: object) -> RawDataError:
-    return RawDataError(str(path), None, f"not a readable parquet file ({error})")
-
-
-def _first_line(path: Path) -> bytes:
-    """The first line that isn't blank; empty where there is none."""
-    opener: Any = gzip.open if path.suffix == ".gz" else open
-    try:
-        with opener(path, "rb") as opened:
-            first = opened.readline().removeprefix(b"\xef\xbb\xbf")
-            while first and not first.strip(b"\r\n"):
-                first = opened.readline()
-            return first
-    except _DAMAGED_ARCHIVE as error:
-        raise _bad_archive(path, error) from None
+def _first_lines(path: Path) -> list[bytes]:
+    """The first two lines that aren't blank, without their ends; fewer where there are no more."""
+    lines: list[bytes] = []
+    with open(path, "rb", buffering=0) as opened:
+        pieces = whole_lines(path, CountingReader(opened, None), _LOOK_BYTES)
+        for number, piece in enumerate(pieces):
+            rest = piece if number else piece.removeprefix(BYTE_ORDER_MARK)
+            while len(lines) < 2 and (rest := rest.lstrip(b"\r\n")):
+                line, _, rest = rest.partition(b"\n")
+                lines.append(line.rstrip(b"\r"))
+            if len(lines) == 2:
+                break
+    return lines
 
 
 def names_of(line: bytes, schema: Schema) -> list[str]:
@@ -162,10 +168,6 @@ def names_of(line: bytes, schema: Schema) -> list[str]:
     text = line.decode("utf-8", errors="replace").rstrip("\r\n")
     quote = schema.format.quote or None
     return [name.strip().strip(quote) for name in split_fields(text, schema)]
-
-
-def _natural_order(name: str) -> list[int | str]:
-    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
 
 
 def count_line_ends(data: bytes) -> int:

@@ -28,7 +28,8 @@ class RawFormat:
     """How a raw file is written."""
 
     kind: str = "csv"
-    """`csv` (any one-character delimiter, so TSV too) or `parquet`; csv files may end in `.gz`."""
+    """`csv` (any one-character delimiter, so TSV too; also packed as gz, bz2, xz or zst) or
+    `parquet`."""
     delimiter: str = "\t"
     """One character between fields (csv)."""
     header: bool = False
@@ -49,6 +50,16 @@ class RawFormat:
             raise UserError(
                 f"data.schema.format.delimiter={self.delimiter!r}: must be one character"
             )
+        for key, text in (("delimiter", self.delimiter), ("quote", self.quote)):
+            if not text.isascii() or text in ("\n", "\r", "\0") or text == "\\":
+                raise UserError(
+                    f"data.schema.format.{key}={text!r}: must be an ASCII character, no line end, "
+                    "zero byte or backslash"
+                )
+        if self.delimiter == self.quote:
+            raise UserError(
+                f"data.schema.format.quote={self.quote!r}: must be another character than delimiter"
+            )
         if len(self.quote) > 1:
             raise UserError(
                 f"data.schema.format.quote={self.quote!r}: must be one character or empty"
@@ -64,6 +75,14 @@ class LabelColumn:
     """Texts that mean 1."""
     negative: list[str] = field(default_factory=lambda: ["0"])
     """Texts that mean 0; anything else is an error that names the line."""
+
+    def __post_init__(self) -> None:
+        both = [text for text in self.positive if text in self.negative]
+        if both:
+            raise UserError(
+                f"data.schema.label: {both[0]!r} stands in positive and in negative; leave it in "
+                "one of them"
+            )
 
 
 @dataclass
@@ -89,8 +108,8 @@ class SparseColumn:
     token: str | None = None
     """How the raw value is read: `text`, `hex` (up to 16 hex digits) or `int`."""
     vocabulary: str | None = None
-    """`dictionary` (tokens counted in the training part), `hash` (each on one of `rows` rows) or `identity`
-    (the token is the row)."""
+    """`dictionary` (tokens counted in the training part), `hash` (each token on one of `rows` rows)
+    or `identity` (the token is the row)."""
     rows: int | None = None
     """`hash`, `identity`: rows of the table. `dictionary`: the most rows it may have (rarest
     tokens become unknown), or null for no limit."""
@@ -146,6 +165,8 @@ class Split:
             raise UserError(
                 f"data.schema.split.kind={self.kind}: must be one of " + ", ".join(SPLITS)
             )
+        if self.eval_files < 1:
+            raise UserError(f"data.schema.split.eval_files={self.eval_files}: must be at least 1")
         for name, share in (("valid", self.valid), ("test", self.test)):
             if not 0 <= share <= 1:
                 raise UserError(f"data.schema.split.{name}={share}: must lie between 0 and 1")

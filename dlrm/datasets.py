@@ -11,7 +11,7 @@ from data.manifest import MANIFEST, Manifest, check_same_schema, load_manifest
 from data.parquet import PreparedDataset
 from data.prepare import RawInputs, prepare
 from data.progress import ProgressListener
-from data.raw_files import expand_inputs
+from data.raw_inputs import expand_inputs
 from data.schema import schema_to_dict
 from data.split import PARTS
 from data.synthetic import synthesise

@@ -20,7 +20,8 @@ from data.batch import Batch
 from data.errors import RawDataError, UserError
 from data.parquet import Order, PreparedDataset
 from data.raw_batches import load_row_mapper, raw_batches
-from data.raw_files import expand_inputs, has_labels
+from data.raw_files import has_labels
+from data.raw_inputs import expand_inputs
 from data.write_pass import PartTally
 from dlrm.build import build_embeddings, build_model, communicator
 from dlrm.checkpoint import CheckpointInfo, find_checkpoint
@@ -315,7 +316,8 @@ def _batches(trained: TrainedModel, *, need_labels: bool) -> Iterator[Batch]:
         return trained.dataset.batches(config.part, order)
     files = expand_inputs(config.data.raw, Path.cwd(), "data.raw")
     manifest = trained.dataset.manifest
-    labelled = [has_labels(path, manifest.schema) for path in files]
+    # Labels that aren't needed may be empty: such a file is one without labels.
+    labelled = [has_labels(path, manifest.schema, with_value=not need_labels) for path in files]
     if need_labels and not all(labelled):
         unlabelled = files[labelled.index(False)]
         label = manifest.schema.label.column

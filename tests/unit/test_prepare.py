@@ -25,7 +25,7 @@ from data.manifest import Manifest, load_manifest
 from data.parquet import Order, PreparedDataset
 from data.prepare import RawInputs, prepare
 from data.raw_batches import load_row_mapper, raw_batches
-from data.raw_files import expand_inputs
+from data.raw_inputs import expand_inputs
 from data.schema import DenseColumn, RawFormat, Schema, SparseColumn, Split
 from data.split import PARTS, TEST, TRAIN, VALID, SplitRule
 from data.tokens import key_of_text

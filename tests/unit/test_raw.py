@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from data import raw
 from data.errors import RawDataError, UserError
 from data.raw import RawBlock, RawReader
-from data.raw_files import expand_inputs, has_labels
+from data.raw_files import has_labels
+from data.raw_inputs import expand_inputs
 from data.schema import DenseColumn, LabelColumn, RawFormat, Schema, SparseColumn, resolve_features
 from data.tokens import MISSING, key_of_text
 
@@ -674,7 +675,7 @@ def with_column(name: str, values: Any) -> pa.Table:
         (with_column("x", [1.0, float("nan"), 2.0, 3.0]), "column x: a value isn't finite"),
         (with_column("x", ["a", "b", "c", "d"]), "rows 1 to 4"),
         (with_column("c", ["1", "b", "3", "4"]), "rows 1 to 4"),
-        (with_column("c", [[1], [2], [3], [4]]), "rows 1 to 4"),
+        (with_column("c", [[1], [2], [3], [4]]), "column c is list<element: int64>: set"),
     ],
     ids=["no column", "null label", "label 2", "label .5", "nan", "text", "text id", "list"],
 )
