@@ -55,7 +55,7 @@ DENSE_STATE = "dense_state"
 # These belong to a table; the rest to the model as a whole.
 TABLE_QUANTITIES = (POOLED, GRADIENTS, ROWS, STATE)
 MODEL_QUANTITIES = (LOSSES, POOLED_GRADIENTS, DENSE_GRADIENTS, DENSE_WEIGHTS, DENSE_STATE)
-_SQUARES = ("sum", "exp_avg_sq")
+SQUARES = frozenset(("sum", "exp_avg_sq"))
 # Below this a scale counts as this: fp32's smallest normal number is 1.2e-38.
 _TINY = 1e-30
 # Differences where the reference has next to nothing; more says no more.
@@ -93,17 +93,25 @@ def step_tolerances(precision: str, wire: str) -> Tolerances:
 
 @dataclass
 class Largest:
-    """The largest difference of one quantity.
+    """The largest differences of one quantity.
 
     Attributes:
-        difference: relative; infinite where a value isn't finite.
+        difference: the largest, relative; infinite where a value isn't finite.
         num_values: numbers compared.
-        where: row, column, step and batch of it.
+        share: of its own limit, the largest; what is above 1 is beyond.
+        share_difference: the difference of which that is.
+        where: row, column, step and batch of `share`.
+        num_widened: numbers whose conditioning allows them more than the tolerance.
+        widest: largest limit, relative.
     """
 
     difference: float = 0.0
     num_values: int = 0
+    share: float = 0.0
+    share_difference: float = 0.0
     where: str = ""
+    num_widened: int = 0
+    widest: float = 0.0
 
 
 @dataclass
@@ -116,7 +124,7 @@ class Differences:
         at: where the run is: step and batch.
         num_rows: rows compared, whole tables and single rows, each time they were.
         num_steps: steps compared.
-        first_beyond: what was beyond its tolerance first; empty: nothing was.
+        first_beyond: what was beyond its limit first; empty: nothing was.
     """
 
     tolerances: Tolerances
@@ -135,6 +143,7 @@ class Differences:
         scale: Tensor | float,
         *,
         allowed: Tensor | None = None,
+        bound: Tensor | float | None = None,
         rows_K: Tensor | None = None,
     ) -> None:
         """Adds values to a quantity.
@@ -146,6 +155,7 @@ class Differences:
             expected: of the reference.
             scale: what a difference is relative to; broadcast.
             allowed: by how much values may differ before it counts.
+            bound: a difference up to it is within its limit, whatever the tolerance; broadcast.
             rows_K: row numbers of `found`, for the message.
         """
         assert found.shape == expected.shape, (quantity, name, found.shape, expected.shape)
@@ -154,39 +164,61 @@ class Differences:
             return
         is_first = entry.num_values == 0
         entry.num_values += found.numel()
+        tolerance = self.tolerances[quantity]
         ratios = relative_differences(found, expected, scale, allowed)
-        worst = int(ratios.argmax())
-        difference = float(ratios.flatten()[worst])
-        if difference > entry.difference or is_first:
-            entry.difference = difference
+        entry.difference = max(entry.difference, float(ratios.max()))
+        shares = ratios / tolerance
+        if bound is not None:
+            limits = _relative_limits(bound, scale, tolerance, ratios)
+            is_widened = limits > tolerance
+            entry.num_widened += int(is_widened.sum())
+            entry.widest = max(entry.widest, float(limits.max()))
+            shares = torch.where(is_widened, ratios / limits, shares)
+        worst = int(shares.argmax())
+        share = float(shares.flatten()[worst])
+        if share > entry.share or is_first:
+            entry.share = share
+            entry.share_difference = float(ratios.flatten()[worst])
             entry.where = f"{_place(found, worst, rows_K)}{self.at}"
-        if not self.first_beyond and not difference <= self.tolerances[quantity]:
+        if not self.first_beyond and not share <= 1:
             self.first_beyond = f"{_words(quantity, name)}, {self.at}"
 
     def worst(self, quantity: str, name: str | None = None) -> float | None:
         """The largest difference of a quantity (of a table); None where nothing was compared."""
-        entries = [
-            entry
-            for (of, table), entry in self.largest.items()
-            if of == quantity and name in (None, table) and entry.num_values
-        ]
+        entries = self._entries(quantity, name)
         return max((entry.difference for entry in entries), default=None)
+
+    def worst_share(self, quantity: str | None = None, name: str | None = None) -> float:
+        """The largest share of a limit, of everything or a quantity (of a table)."""
+        return max((entry.share for entry in self._entries(quantity, name)), default=0.0)
+
+    def nearest(self) -> tuple[float, str] | None:
+        """What is nearest to its limit (or farthest beyond): its share, and in words."""
+        found = [(entry.share, key) for key, entry in self.largest.items() if entry.num_values]
+        if not found:
+            return None
+        share, (quantity, name) = max(found)
+        return share, self._told(quantity, name)
 
     def num_values(self, quantity: str) -> int:
         """Numbers of a quantity that were compared."""
-        return sum(entry.num_values for (of, _), entry in self.largest.items() if of == quantity)
+        return sum(entry.num_values for entry in self._entries(quantity))
+
+    def num_widened(self) -> int:
+        """Numbers that were allowed more than their tolerance."""
+        return sum(entry.num_widened for entry in self.largest.values())
+
+    def widest(self) -> float:
+        """The largest limit of these, relative; 0 where there are none."""
+        return max((e.widest for e in self.largest.values() if e.num_widened), default=0.0)
 
     def beyond(self) -> list[tuple[float, str]]:
-        """What is beyond its tolerance, worst first: by how many times, and in words."""
-        found = []
-        for (quantity, name), entry in self.largest.items():
-            tolerance = self.tolerances[quantity]
-            if not entry.difference <= tolerance:
-                text = (
-                    f"{_words(quantity, name)} differ by {entry.difference:.2g} (allowed: "
-                    f"{tolerance:.2g}), {entry.where}"
-                )
-                found.append((entry.difference / tolerance, text))
+        """What is beyond its limit, worst first: by how many times, and in words."""
+        found = [
+            (entry.share, self._told(quantity, name))
+            for (quantity, name), entry in self.largest.items()
+            if not entry.share <= 1
+        ]
         return sorted(found, key=lambda item: -item[0])
 
     def to_json(self) -> dict[str, Any]:
@@ -200,6 +232,7 @@ class Differences:
             difference = self.worst(quantity)
             if difference is not None:
                 model[quantity] = _finite(difference)
+        nearest = self.nearest()
         return {
             "tolerances": dict(self.tolerances),
             "compared": {
@@ -207,9 +240,42 @@ class Differences:
                 "rows": self.num_rows,
                 "values": {quantity: self.num_values(quantity) for quantity in self.tolerances},
             },
+            "limits": {
+                "largest_share": None if nearest is None else _finite(nearest[0]),
+                "where": None if nearest is None else nearest[1],
+                "shares": {q: _finite(self.worst_share(q)) for q in self.tolerances},
+                "widened_values": self.num_widened(),
+                "widest": _finite(self.widest()),
+            },
             "tables": tables,
             **model,
         }
+
+    def _entries(self, quantity: str | None, name: str | None = None) -> list[Largest]:
+        return [
+            entry
+            for (of, table), entry in self.largest.items()
+            if quantity in (None, of) and name in (None, table) and entry.num_values
+        ]
+
+    def _told(self, quantity: str, name: str) -> str:
+        entry, tolerance = self.largest[quantity, name], self.tolerances[quantity]
+        limit = entry.share_difference / entry.share if 0 < entry.share < math.inf else tolerance
+        return (
+            f"{_words(quantity, name)} differ by {entry.share_difference:.2g} (allowed: "
+            f"{limit:.2g}), {entry.where}"
+        )
+
+
+def _relative_limits(
+    bound: Tensor | float, scale: Tensor | float, tolerance: float, ratios: Tensor
+) -> Tensor:
+    """What each element is allowed: the tolerance, or the bound where that is more. A bound that
+    isn't finite allows nothing."""
+    bound = torch.as_tensor(bound, dtype=torch.float64)
+    scale = torch.as_tensor(scale, dtype=torch.float64).clamp(min=_TINY)
+    limits = (bound / scale).nan_to_num(nan=0.0, posinf=0.0).clamp(min=tolerance)
+    return limits.expand_as(ratios)
 
 
 def relative_differences(
@@ -238,7 +304,7 @@ def root_mean_square(values: Tensor) -> float:
 
 def comparable_state(name: str, values: Tensor) -> Tensor:
     """A state as it is compared end to end: of a sum of squares the root."""
-    return values.sqrt() if name in _SQUARES else values
+    return values.sqrt() if name in SQUARES else values
 
 
 def _place(values: Tensor, position: int, rows_K: Tensor | None) -> str:

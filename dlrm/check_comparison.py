@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from data.batch import Batch
+from dlrm.check_bounds import ErrorBounds, GradientErrors
 from dlrm.check_compare import (
     DENSE_GRADIENTS,
     DENSE_STATE,
@@ -86,6 +87,7 @@ class Comparison:
         floor = FP16_SMALLEST_NORMAL if wire == "fp16" else 0.0
         manifest = trainer.dataset.manifest
         self._reference = PlainRun(config, manifest, trainer.total_steps, floor)
+        self._bounds = ErrorBounds(self._reference, config.seed) if end_to_end else None
         # The table that is compared as a whole: its name, values and their root mean squares.
         self._whole: tuple[str, dict[str, Tensor], dict[str, float]] | None = None
 
@@ -127,10 +129,13 @@ class Comparison:
         else:
             plain = reference.gradients_of(_captured_parts(ranks, batch))
             self._compare_stages(plain, ranks)
+        errors = None if self._bounds is None else self._bounds.measure(plain)
         losses = [torch.tensor([value], dtype=torch.float64) for value in (loss, plain.loss)]
-        self._compare(LOSSES, "", *losses, abs(plain.loss))
-        gradients = self._compare_gradients(plain, ranks)
-        if self._end_to_end:
+        bound = None if errors is None else errors.loss
+        self._compare(LOSSES, "", *losses, abs(plain.loss), bound=bound)
+        gradients = self._compare_gradients(plain, ranks, errors)
+        if self._bounds is not None and errors is not None:
+            self._bounds.advance(step, plain, errors)
             reference.apply(step)
             self._compare_rows(touched, ranks)
         else:
@@ -154,18 +159,24 @@ class Comparison:
         """The dense weights of every rank, and end to end the optimizer state of rank 0."""
         trainer, reference = self._trainer, self._reference
         named = [(name, p.detach()) for name, p in reference.model.named_parameters()]
+        bounds: list[dict[str, Tensor]] = [{} for _ in named]
+        if self._bounds is not None:
+            bounds = [self._bounds.of_dense(number) for number in range(len(named))]
         for weights in of_ranks:
-            for (name, expected), ours in zip(named, weights, strict=True):
-                self._compare(DENSE_WEIGHTS, name, ours, expected, size_or_rms(expected))
+            for (name, expected), ours, bound in zip(named, weights, bounds, strict=True):
+                scale = size_or_rms(expected)
+                more = {"bound": bound.get(_WEIGHT)}
+                self._compare(DENSE_WEIGHTS, name, ours, expected, scale, **more)
         if not self._end_to_end:
             return
         found = optimizer_state(trainer.model, trainer.dense_optimizer)
-        for (name, _), ours_of, theirs_of in zip(
-            named, found, reference.dense_state(), strict=True
+        for (name, _), ours_of, theirs_of, bound in zip(
+            named, found, reference.dense_state(), bounds, strict=True
         ):
             for state, values in ours_of.items():
                 sharded, plain = (comparable_state(state, v) for v in (values, theirs_of[state]))
-                self._compare(DENSE_STATE, name, sharded, plain, size_or_rms(plain))
+                more = {"bound": bound.get(state)}
+                self._compare(DENSE_STATE, name, sharded, plain, size_or_rms(plain), **more)
 
     # ---------------------------------------------------------------------------------- a step
 
@@ -182,20 +193,24 @@ class Comparison:
             self._compare(POOLED_GRADIENTS, "", grad_BS, figures.grad_BS, figures.grad_scale_B1)
 
     def _compare_gradients(
-        self, plain: PlainStep, ranks: Sequence[RankStep]
+        self, plain: PlainStep, ranks: Sequence[RankStep], errors: GradientErrors | None
     ) -> dict[str, tuple[Tensor, Tensor]]:
         """Gradients of rows and dense weights; returns the sharded run's of rows."""
         scale = max((float(g.abs().max()) for g in plain.dense_gradients if g.numel()), default=0.0)
         names = [name for name, _ in self._trainer.model.named_parameters()]
         found = self._dense_gradients(plain)
-        for name, ours, theirs in zip(names, found, plain.dense_gradients, strict=True):
-            self._compare(DENSE_GRADIENTS, name, ours, theirs, scale)
+        bounds = [None] * len(names) if errors is None else errors.dense
+        for name, ours, theirs, bound in zip(
+            names, found, plain.dense_gradients, bounds, strict=True
+        ):
+            self._compare(DENSE_GRADIENTS, name, ours, theirs, scale, bound=bound)
         gradients: dict[str, tuple[Tensor, Tensor]] = {}
         if self._trainer.embeddings.backend == "fbgemm":
             return gradients
         for table, expected in plain.row_gradients.items():
             for parts in self._copies(table, [rank.gradients for rank in ranks]):
-                gradients[table] = self._compare_row_gradients(table, expected, parts)
+                margin = None if errors is None else errors.rows[table]
+                gradients[table] = self._compare_row_gradients(table, expected, parts, margin)
         return gradients
 
     def _dense_gradients(self, plain: PlainStep) -> list[Tensor]:
@@ -203,7 +218,11 @@ class Comparison:
         return self._tap.dense_gradients or [torch.zeros_like(g) for g in plain.dense_gradients]
 
     def _compare_row_gradients(
-        self, table: str, expected: RowGradients, parts: Sequence[TablePart]
+        self,
+        table: str,
+        expected: RowGradients,
+        parts: Sequence[TablePart],
+        margin_KD: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         rows_K = torch.cat([expected.rows_K, *(part.rows_K for part in parts)]).unique()
         grads_KD = assemble(
@@ -216,7 +235,11 @@ class Comparison:
         largest = float(expected.magnitudes.max()) if expected.magnitudes.numel() else 0.0
         scale = torch.full((rows_K.numel(), expected.magnitudes.shape[1]), largest).double()
         scale[positions_K] = expected.magnitudes.double()
-        self._compare(GRADIENTS, table, grads_KD, expected_KD, scale, rows_K=rows_K)
+        bound = None
+        if margin_KD is not None:
+            bound = torch.zeros(rows_K.numel(), margin_KD.shape[1], dtype=torch.float64)
+            bound[positions_K] = margin_KD
+        self._compare(GRADIENTS, table, grads_KD, expected_KD, scale, bound=bound, rows_K=rows_K)
         return rows_K, grads_KD
 
     def _update_and_compare(
@@ -324,11 +347,13 @@ class Comparison:
         rows_K: Tensor,
         rms: Mapping[str, float] | None = None,
     ) -> None:
+        bounds = {} if self._bounds is None else self._bounds.of_rows(table, rows_K)
         for name, values in found.items():
             ours, theirs = comparable_state(name, values), comparable_state(name, expected[name])
             scale = size_or_rms(theirs, None if rms is None else rms[name])
             quantity = ROWS if name == _WEIGHT else STATE
-            self._compare(quantity, table, ours, theirs, scale, rows_K=rows_K)
+            bound = bounds.get(name)
+            self._compare(quantity, table, ours, theirs, scale, bound=bound, rows_K=rows_K)
 
     def _copies(
         self, table: str, parts_of_rank: Sequence[Sequence[TablePart]]

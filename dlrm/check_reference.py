@@ -8,9 +8,8 @@ anyone would.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, NamedTuple, cast
 
@@ -21,6 +20,8 @@ from torch.nn import functional
 from data.batch import Batch, JaggedIds
 from data.manifest import Manifest
 from dlrm.build import PRECISION_DTYPES, build_model, build_tables
+from dlrm.check_compare import SQUARES, comparable_state
+from dlrm.check_rules import Ends, UpdateRule
 from dlrm.config import TrainRun
 from dlrm.optim import OptimConfig, Schedule
 from dlrm.scoring import autocast
@@ -76,18 +77,60 @@ class PartFigures:
     grad_scale_B1: Tensor
 
 
+class EvaluatedPart(NamedTuple):
+    """A micro-batch of the reference's own step.
+
+    Attributes:
+        batch: its samples.
+        shares_B: of each sample's loss in that of the global batch.
+        logits_B: of the samples.
+        pooled_BS: the pooled vectors.
+        grad_BS: the gradient by them.
+        slopes_B1: the largest derivative of each logit by its pooled vectors, times the share.
+    """
+
+    batch: Batch
+    shares_B: Tensor
+    logits_B: Tensor
+    pooled_BS: Tensor
+    grad_BS: Tensor
+    slopes_B1: Tensor
+
+
 @dataclass
 class PlainStep:
-    """A step up to its gradients, which are clipped already."""
+    """A step up to its gradients, which are clipped already.
+
+    Attributes:
+        loss: of the global batch.
+        row_gradients: by table.
+        dense_gradients: by parameter.
+        clip_factor: what clipping has multiplied all gradients by.
+        gradient_norm: of all gradients, before that; 0 where nothing is clipped.
+        parts: of `gradients_of`: the stages.
+        evaluated: of `gradients`: the micro-batches.
+    """
 
     loss: float
     row_gradients: dict[str, RowGradients]
     dense_gradients: list[Tensor]
+    clip_factor: float = 1.0
+    gradient_norm: float = 0.0
     parts: list[PartFigures] = field(default_factory=list)
+    evaluated: list[EvaluatedPart] = field(default_factory=list)
 
 
-class _Occurrences(NamedTuple):
-    """The ids of one feature: row, sample and |factor| of each."""
+class _Forward(NamedTuple):
+    """What a micro-batch's forward pass came to; see `EvaluatedPart`."""
+
+    loss: Tensor
+    logits_B: Tensor
+    shares_B: Tensor
+    slopes_B1: Tensor
+
+
+class Occurrences(NamedTuple):
+    """The ids of one feature: row, sample and factor of each."""
 
     feature: int
     table: str
@@ -181,10 +224,10 @@ class PlainRun:
         self._total_steps = total_steps
         self._has_weight = True  # Of the batch that the gradients are of.
         dims = {table.name: table.dim for table in self.table_configs}
-        self._columns: list[slice] = []
+        self.columns: list[slice] = []  # Of each feature, in `pooled_BS`.
         start = 0
         for feature in self.features:
-            self._columns.append(slice(start, start + dims[feature.table]))
+            self.columns.append(slice(start, start + dims[feature.table]))
             start += dims[feature.table]
 
     # ------------------------------------------------------------------------------ gradients
@@ -196,15 +239,28 @@ class PlainRun:
         num_parts = max(1, min(self._config.train.accumulate, batch.batch_size))
         cuts = [batch.batch_size * part // num_parts for part in range(num_parts + 1)]
         loss_sum = 0.0
-        terms: list[tuple[JaggedIds, Tensor]] = []
+        evaluated: list[EvaluatedPart] = []
         for start, stop in pairwise(cuts):
             part = batch.narrow(start, stop)
             pooled_BS = self.tables.lookup(part.ids)
-            loss, slopes_B1 = self._loss(part, pooled_BS, total_weight)
-            loss.backward()
-            loss_sum += float(loss.detach())
-            terms.append((part.ids, slopes_B1))
-        return PlainStep(loss_sum, *self._clipped(self._row_gradients(terms)))
+            forward = self._forward(part, pooled_BS, total_weight)
+            if pooled_BS.requires_grad:  # Not without sparse features.
+                pooled_BS.retain_grad()  # After `_forward`, whose derivatives would be in it too.
+            forward.loss.backward()
+            loss_sum += float(forward.loss.detach())
+            evaluated.append(
+                EvaluatedPart(
+                    part,
+                    forward.shares_B,
+                    forward.logits_B.detach(),
+                    pooled_BS.detach(),
+                    _gradient_or_0(pooled_BS),
+                    forward.slopes_B1,
+                )
+            )
+        terms = [(part.batch.ids, part.slopes_B1) for part in evaluated]
+        step = self._clipped(loss_sum, self._row_gradients(terms))
+        return replace(step, evaluated=evaluated)
 
     def gradients_of(self, parts: Sequence[CapturedPart]) -> PlainStep:
         """The same for the parts of a sharded run's step, each stage from that run's own values:
@@ -218,41 +274,41 @@ class PlainRun:
         for part in parts:
             pooled_BS = self.tables.lookup(part.batch.ids)
             leaf_BS = part.pooled_BS.clone().requires_grad_()
-            loss, slopes_B1 = self._loss(part.batch, leaf_BS, total_weight)
-            loss.backward()
-            assert leaf_BS.grad is not None
-            pooled_BS.backward(part.grad_BS)
-            loss_sum += float(loss.detach())
+            forward = self._forward(part.batch, leaf_BS, total_weight)
+            forward.loss.backward()
+            if pooled_BS.requires_grad:
+                pooled_BS.backward(part.grad_BS)
+            loss_sum += float(forward.loss.detach())
             figures.append(
                 PartFigures(
                     self._pooled_by_feature(part.batch.ids, pooled_BS.detach()),
-                    leaf_BS.grad,
-                    slopes_B1,
+                    _gradient_or_0(leaf_BS),
+                    forward.slopes_B1,
                 )
             )
             terms.append((part.batch.ids, part.grad_BS.abs()))
         # Gradients travel multiplied by a power of two near the batch's weight (fp16).
         floor = self._wire_floor / max(total_weight, 1.0)
         row_gradients = self._row_gradients(terms, floor)
-        return PlainStep(loss_sum, *self._clipped(row_gradients), figures)
+        return replace(self._clipped(loss_sum, row_gradients), parts=figures)
 
-    def _loss(self, batch: Batch, pooled_BS: Tensor, total_weight: float) -> tuple[Tensor, Tensor]:
-        """The part's share of the mean over the global batch; and per sample the largest
-        derivative of its logit by its pooled vectors, times its share of the weight."""
+    def _forward(self, batch: Batch, pooled_BS: Tensor, total_weight: float) -> _Forward:
+        """A micro-batch's share of the mean over the global batch."""
         with autocast(self._config.train.precision):
             logits_B = self.model(batch.dense_BN.to(self._dtype), pooled_BS)
         assert batch.label_B is not None
         weight_B = torch.ones(batch.batch_size, dtype=self._dtype)
         if batch.weight_B is not None:
             weight_B = batch.weight_B.to(self._dtype)
-        loss_B = functional.binary_cross_entropy_with_logits(
-            logits_B, batch.label_B.to(self._dtype), reduction="none"
-        )
-        (slopes_BS,) = torch.autograd.grad(logits_B.sum(), pooled_BS, retain_graph=True)
-        slopes_B1 = slopes_BS.abs().amax(dim=1, keepdim=True)
+        slopes_B1 = logits_B.new_zeros(batch.batch_size, 1)
+        if pooled_BS.numel():
+            (slopes_BS,) = torch.autograd.grad(logits_B.sum(), pooled_BS, retain_graph=True)
+            slopes_B1 = slopes_BS.abs().amax(dim=1, keepdim=True)
         total_weight = total_weight or 1.0  # Where it is 0 all weights are, and so is the loss.
-        loss = (weight_B * loss_B).sum() / total_weight
-        return loss, slopes_B1 * weight_B.abs()[:, None] / total_weight
+        loss = (weight_B * sample_losses(logits_B, batch.label_B)).sum() / total_weight
+        shares_B = weight_B / total_weight
+        slopes_B1 = slopes_B1 * weight_B.abs()[:, None] / total_weight
+        return _Forward(loss, logits_B, shares_B, slopes_B1)
 
     # --------------------------------------------------------------------------------- update
 
@@ -287,60 +343,46 @@ class PlainRun:
         """Per parameter its state by name: the optimizer's own memory."""
         return optimizer_state(self.model, self.dense_optimizer)
 
+    def update_rules(self) -> tuple[UpdateRule, UpdateRule]:
+        """Those of rows and of dense weights."""
+        optim = self._config.optim
+        dense = UpdateRule.of_dense(optim.dense, optim.effective_eps(optim.dense))
+        return UpdateRule.of_rows(self.rule), dense
+
     def update_spread(
         self, step: int, before: Mapping[str, Tensor], grads_KD: Tensor, margin: Tensor
     ) -> dict[str, Tensor]:
         """By how much rows and state may differ after a step whose gradients differ by up to
-        `margin`, by name.
-
-        The largest less the smallest of a rule's step over the ends of what its numerator and its
-        denominator may be. Of Adagrad's, g / (√(s + g²) + eps), which never falls with g, over the
-        ends of g.
-        """
-        rule, (_, lr) = self.rule, self.learning_rates(step)
-        before = {name: values.double() for name, values in before.items()}
-        grads_KD, margin = grads_KD.double(), margin.double()
-        ends = (grads_KD - margin, grads_KD + margin)
-        most = torch.maximum(ends[0].square(), ends[1].square())
-        least = (grads_KD.abs() - margin).clamp(min=0).square()
-        if rule.name == "sgd":
-            return {"weight": lr * (ends[1] - ends[0])}
-        if rule.name == "adagrad":
-            low, high = (g / ((before["sum"] + g.square()).sqrt() + rule.eps) for g in ends)
-            return {"weight": lr * (high - low).abs(), "sum": most - least}
-        if rule.name == "rowwise_adagrad":
-            most, least = most.mean(1, keepdim=True), least.mean(1, keepdim=True)
-            roots = [(before["sum"] + squares).sqrt() for squares in (least, most)]
-            return {"weight": lr * _spread(ends, roots, rule.eps), "sum": most - least}
-        means = [before["exp_avg"].lerp(g, 1 - rule.beta1) for g in ends]
-        squares = [before["exp_avg_sq"].lerp(g, 1 - rule.beta2) for g in (least, most)]
-        bias = math.sqrt(1 - rule.beta2 ** (step + 1)) / (1 - rule.beta1 ** (step + 1))
-        return {
-            "weight": lr * bias * _spread(means, [s.sqrt() for s in squares], rule.eps),
-            "exp_avg": means[1] - means[0],
-            "exp_avg_sq": squares[1] - squares[0],
-        }
+        `margin`, by name: the largest less the smallest of what the rule may come to."""
+        rule, (_, lr) = UpdateRule.of_rows(self.rule), self.learning_rates(step)
+        state = {}
+        for name in rule.states:
+            values = comparable_state(name, before[name].double())
+            state[name] = Ends(values, values)
+        ends = rule.ends(lr, step + 1, Ends.around(grads_KD.double(), margin.double()), state)
+        for name in SQUARES & ends.keys():
+            ends[name] = ends[name].squares()
+        return {name: high - low for name, (low, high) in ends.items()}
 
     # -------------------------------------------------------------------------------- private
 
-    def _clipped(
-        self, row_gradients: dict[str, RowGradients]
-    ) -> tuple[dict[str, RowGradients], list[Tensor]]:
+    def _clipped(self, loss: float, row_gradients: dict[str, RowGradients]) -> PlainStep:
         """Scales all gradients together where `optim.clip_norm` says so."""
         dense = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.model.parameters()]
         clip_norm = self._config.optim.clip_norm
-        if clip_norm is not None:
-            everything = [*dense, *(g.grads_KD for g in row_gradients.values())]
-            norm = sum(float(g.double().square().sum()) for g in everything) ** 0.5
-            factor = min(1.0, clip_norm / (norm + 1e-6))
-            dense = [gradient * factor for gradient in dense]
-            row_gradients = {
-                table: g._replace(grads_KD=g.grads_KD * factor, magnitudes=g.magnitudes * factor)
-                for table, g in row_gradients.items()
-            }
-            own = {table: (g.rows_K, g.grads_KD) for table, g in row_gradients.items()}
-            self.set_gradients(own, dense)
-        return row_gradients, dense
+        if clip_norm is None:
+            return PlainStep(loss, row_gradients, dense)
+        everything = [*dense, *(g.grads_KD for g in row_gradients.values())]
+        norm = sum(float(g.double().square().sum()) for g in everything) ** 0.5
+        factor = min(1.0, clip_norm / (norm + 1e-6))
+        dense = [gradient * factor for gradient in dense]
+        row_gradients = {
+            table: g._replace(grads_KD=g.grads_KD * factor, magnitudes=g.magnitudes * factor)
+            for table, g in row_gradients.items()
+        }
+        own = {table: (g.rows_K, g.grads_KD) for table, g in row_gradients.items()}
+        self.set_gradients(own, dense)
+        return PlainStep(loss, row_gradients, dense, factor, norm)
 
     def _row_gradients(
         self, terms: Sequence[tuple[JaggedIds, Tensor]], floor: float = 0.0
@@ -355,10 +397,11 @@ class PlainRun:
         rows: dict[str, list[Tensor]] = {}
         magnitudes: dict[str, list[Tensor]] = {}
         for ids, size_BS in terms:
-            for found in self._occurrences(ids):
-                columns = self._columns[found.feature] if size_BS.shape[1] > 1 else slice(0, 1)
+            for found in self.occurrences(ids):
+                columns = self.columns[found.feature] if size_BS.shape[1] > 1 else slice(0, 1)
                 sizes_LD = size_BS[:, columns].index_select(0, found.samples_L)
-                sizes_LD = sizes_LD * found.factors_L1 + floor * found.factors_L1.clamp(min=1)
+                factors_L1 = found.factors_L1.abs()
+                sizes_LD = sizes_LD * factors_L1 + floor * factors_L1.clamp(min=1)
                 rows.setdefault(found.table, []).append(found.rows_L)
                 magnitudes.setdefault(found.table, []).append(sizes_LD)
         gradients: dict[str, RowGradients] = {}
@@ -381,10 +424,10 @@ class PlainRun:
     ) -> list[tuple[str, slice, Tensor, Tensor]]:
         """Per feature: table, columns, pooled vectors, and the sums of the magnitudes."""
         result = []
-        for found in self._occurrences(ids):
-            columns = self._columns[found.feature]
+        for found in self.occurrences(ids):
+            columns = self.columns[found.feature]
             rows_LD = self.tables.weight(found.table).index_select(0, found.rows_L).abs()
-            terms_LD = (rows_LD + self._wire_floor) * found.factors_L1
+            terms_LD = (rows_LD + self._wire_floor) * found.factors_L1.abs()
             sizes_BD = torch.zeros_like(pooled_BS[:, columns])
             sizes_BD.index_add_(0, found.samples_L, terms_LD)
             counts_B = torch.bincount(found.samples_L, minlength=ids.batch_size)
@@ -392,7 +435,8 @@ class PlainRun:
             result.append((found.table, columns, pooled_BS[:, columns], sizes_BD))
         return result
 
-    def _occurrences(self, ids: JaggedIds) -> Iterator[_Occurrences]:
+    def occurrences(self, ids: JaggedIds) -> Iterator[Occurrences]:
+        """Every lookup, feature by feature."""
         lengths_FB = ids.lengths_FB()
         starts = ids.offsets[:: ids.batch_size] if ids.batch_size else ids.offsets.new_zeros(1)
         for index, feature in enumerate(self.features):
@@ -402,19 +446,25 @@ class PlainRun:
             lengths_B = lengths_FB[index]
             factors_L = torch.ones(stop - start, dtype=self._dtype)
             if ids.weights_L is not None:
-                factors_L = ids.weights_L[start:stop].to(self._dtype).abs()
+                factors_L = ids.weights_L[start:stop].to(self._dtype)
             samples_L = torch.repeat_interleave(torch.arange(ids.batch_size), lengths_B)
             if feature.pooling == "mean":
                 factors_L = factors_L / lengths_B[samples_L]
-            yield _Occurrences(
+            yield Occurrences(
                 index, feature.table, ids.values_L[start:stop], samples_L, factors_L[:, None]
             )
 
 
-def _spread(numerators: Sequence[Tensor], roots: Sequence[Tensor], eps: float) -> Tensor:
-    """The largest less the smallest of the quotients."""
-    steps = torch.stack([n / (root + eps) for n in numerators for root in roots])
-    return steps.amax(0) - steps.amin(0)
+def sample_losses(logits_B: Tensor, label_B: Tensor) -> Tensor:
+    """Binary cross-entropy of each sample, in nats."""
+    return functional.binary_cross_entropy_with_logits(
+        logits_B, label_B.to(logits_B.dtype), reduction="none"
+    )
+
+
+def _gradient_or_0(values: Tensor) -> Tensor:
+    """What autograd left; zeros where nothing depends on the values."""
+    return torch.zeros_like(values) if values.grad is None else values.grad
 
 
 def rounding_growth(counts: Tensor, few: int) -> Tensor:

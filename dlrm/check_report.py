@@ -134,10 +134,19 @@ def _table_of_model(passes: Sequence[PassResult]) -> Table:
 def _counts(result: PassResult) -> str:
     differences = result.differences
     gradients = differences.num_values(GRADIENTS)
-    return (
+    text = (
         f"{result.title}: {differences.num_steps:,} steps, {differences.num_rows:,} rows, "
         f"{gradients:,} gradient values compared"
     )
+    nearest = differences.nearest()
+    if nearest is not None:
+        text += f"\n  nearest to its limit ({nearest[0]:.2g} of it): {nearest[1]}"
+    if differences.num_widened():
+        text += (
+            f"\n  {differences.num_widened():,} values are allowed more than the table says, "
+            f"at most {differences.widest():.2g}: their conditioning asks for it"
+        )
+    return text
 
 
 def _short(result: PassResult) -> str:
@@ -148,7 +157,7 @@ def _cell(differences: Differences, quantity: str, name: str | None = None) -> s
     worst = differences.worst(quantity, name)
     if worst is None:
         return "–"
-    mark = "" if worst <= differences.tolerances[quantity] else "!"
+    mark = "" if differences.worst_share(quantity, name) <= 1 else "!"
     if not math.isfinite(worst):
         return f"{mark}not finite"
     return f"{mark}{worst:.1e}" if worst else "0"
@@ -156,8 +165,7 @@ def _cell(differences: Differences, quantity: str, name: str | None = None) -> s
 
 def _worst_of(table: str, passes: Sequence[PassResult]) -> float:
     return max(
-        (result.differences.worst(quantity, table) or 0.0) / result.differences.tolerances[quantity]
+        result.differences.worst_share(quantity, table)
         for result in passes
         for quantity in _COLUMNS
-        if quantity in result.differences.tolerances
     )

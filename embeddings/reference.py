@@ -83,6 +83,8 @@ class ReferenceEmbeddings:
             if feature.pooling == "mean":
                 pooled_BD = pooled_BD / bounds.diff().clamp(min=1).unsqueeze(1)
             pooled.append(pooled_BD)
+        if not pooled:
+            return torch.zeros(ids.batch_size, 0)
         return torch.cat(pooled, dim=1)
 
     def apply(self, lr: float) -> None:
