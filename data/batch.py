@@ -10,6 +10,7 @@ Shape letters, the same in the whole project (suffixes of names):
 from __future__ import annotations
 
 import copy
+import dataclasses
 from dataclasses import dataclass
 
 import numpy as np
@@ -143,7 +144,7 @@ class Batch:
 
     Attributes:
         dense_BN: fp32 dense features after their transform, never missing, never non-finite.
-        ids: the sparse features.
+        ids: the sparse features; where there are none, their `num_samples` is filled in here.
         label_B: fp32 0 or 1; None for data without labels.
         weight_B: fp32 example weights (a factor of the sample's loss); None where all are 1.
         row_B: int64 position of each sample in its split, in the order of the raw input.
@@ -159,6 +160,9 @@ class Batch:
     row_B: Tensor
 
     def __post_init__(self) -> None:
+        if not self.ids.num_features and self.ids.num_samples is None:
+            ids = dataclasses.replace(self.ids, num_samples=int(self.dense_BN.shape[0]))
+            object.__setattr__(self, "ids", ids)
         sizes = {
             "dense_BN": self.dense_BN.shape[0],
             "row_B": self.row_B.shape[0],

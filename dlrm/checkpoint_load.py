@@ -11,6 +11,8 @@ from torch import nn
 from data.errors import UserError
 from dlrm.checkpoint import CheckpointInfo
 from dlrm.checkpoint_rows import RowsReader, StoredTable
+from dlrm.interaction import DotInteraction
+from dlrm.model import DLRM
 from dlrm.tensor_file import DamagedError, dtype_name
 from embeddings.communicator import Communicator
 from embeddings.sharded import ShardedEmbeddings
@@ -105,11 +107,29 @@ def _check_dense(info: CheckpointInfo, model: nn.Module) -> None:
 
     stored = {name: said(tensor) for name, tensor in info.dense().items()}
     wanted = {name: said(tensor) for name, tensor in model.state_dict().items()}
-    _refuse(info, "dense weights", stored, wanted)
+    _refuse(info, "dense weights", stored, wanted, _about_dot(info, model))
+
+
+def _about_dot(info: CheckpointInfo, model: nn.Module) -> str:
+    """What to say of a model without dense columns whose top MLP saw products of pairs only."""
+    if not isinstance(model, DLRM) or not isinstance(model.interaction, DotInteraction):
+        return ""
+    first = info.dense().get("head.weight" if len(model.top) == 0 else "top.0.weight")
+    if model.bottom is not None or first is None or first.shape[1] != model.interaction.num_pairs:
+        return ""
+    return (
+        "\nit is of a version whose model.interaction=dot gave the top MLP, where the data have no "
+        "dense columns, products of pairs and not the features themselves: train anew, or use it "
+        "with that version"
+    )
 
 
 def _refuse(
-    info: CheckpointInfo, what: str, stored: dict[str, str], wanted: dict[str, str]
+    info: CheckpointInfo,
+    what: str,
+    stored: dict[str, str],
+    wanted: dict[str, str],
+    reason: str = "",
 ) -> None:
     differing = [
         f"{name}: stored {stored.get(name, 'not at all')}, wanted {wanted.get(name, 'not at all')}"
@@ -117,7 +137,8 @@ def _refuse(
         if stored.get(name) != wanted.get(name)
     ]
     if differing:
-        raise UserError(f"the {what} of {info.folder} differ:\n  " + "\n  ".join(differing))
+        listed = "\n  ".join(differing)
+        raise UserError(f"the {what} of {info.folder} differ:\n  {listed}{reason}")
 
 
 def _load_model(

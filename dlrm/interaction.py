@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from data.errors import UserError
 from dlrm.mlp import padded
 
 
@@ -69,8 +68,11 @@ class DotInteraction(nn.Module):
 
     (facebookresearch/dlrm's order; TorchRec takes the upper triangle row by row), and with
     `diagonal` each row goes up to its diagonal: `Z[0,0], Z[1,0], Z[1,1], …`.
-    `out_features` is `D + F(F+1)/2`, with `diagonal` `D + (F+1)(F+2)/2`. Without a bottom vector
-    `T = [e_1; …; e_F]` and the output is `Z_flat` alone.
+    `out_features` is `D + F(F+1)/2`, with `diagonal` `D + (F+1)(F+2)/2`.
+
+    Without a bottom vector `T = [e_1; …; e_F]` and the output is `[e_1, …, e_F, Z_flat]`, of
+    `F·D + F(F-1)/2` columns (`diagonal`: `F·D + F(F+1)/2`): products of pairs alone say nothing of
+    a single feature (beside `x` they do: its products are learned linear functions of each).
 
     On CPU the products are taken in fp32 at least, also under autocast: small batched products and
     gathers took about 1.5 times as long in bf16 there (2,048 samples, 27 vectors of 16, forward
@@ -84,9 +86,6 @@ class DotInteraction(nn.Module):
         project: brings the features to `dim` first, where their dims differ.
         pad_to: the output gets columns of zeros up to a multiple of this; `out_features` counts
             them not.
-
-    Raises:
-        UserError: (a `ValueError`) where no pair is left (one vector, or none, without `diagonal`).
     """
 
     triangle_index: Tensor
@@ -111,15 +110,10 @@ class DotInteraction(nn.Module):
         rows_P, cols_P = torch.tril_indices(
             self.num_vectors, self.num_vectors, 0 if diagonal else -1
         )
-        num_pairs = rows_P.numel()
-        first_column = dim if has_bottom else 0
+        num_pairs = self.num_pairs = rows_P.numel()
+        self.num_kept = 1 if has_bottom else num_features
+        first_column = self.num_kept * dim
         self.out_features = first_column + num_pairs
-        if self.out_features == 0:
-            raise UserError(
-                f"model.interaction=dot needs a pair of features, but there are {num_features} "
-                "sparse and no dense features: set model.interaction=cat or "
-                "model.dot_diagonal=true"
-            )
         self.num_zero_columns = padded(self.out_features, pad_to) - self.out_features
         # For the backward: the column of the output that holds Z[i, j] = Z[j, i]. Column 0 stands
         # in for a diagonal that isn't there; what it brings is set to zero.
@@ -142,7 +136,7 @@ class DotInteraction(nn.Module):
             self.triangle_index,
             self.mirror_index,
             self.diagonal,
-            self.has_bottom,
+            self.num_kept,
             self.num_zero_columns,
         )
 
@@ -197,7 +191,7 @@ class LowRankCrossInteraction(nn.Module):
 
 
 class _PairwiseDot(torch.autograd.Function):
-    """`[T_0, triangle of T Tᵗ, zeros]` with a backward of one product instead of two.
+    """`[first rows of T, triangle of T Tᵗ, zeros]` with a backward of one product instead of two.
 
     With G the symmetric matrix of the pairs' gradients (its diagonal counted twice), the gradient
     of T is `G T`. Autograd's own way, `dZ T + dZᵗ T` after a scatter into zeros and with a
@@ -212,20 +206,20 @@ class _PairwiseDot(torch.autograd.Function):
         triangle_index: Tensor,
         mirror_index: Tensor,
         diagonal: bool,
-        has_bottom: bool,
+        num_kept: int,
         num_zero_columns: int,
     ) -> Tensor:
         ctx.save_for_backward(vectors_BMD, mirror_index)
-        ctx.diagonal, ctx.has_bottom = diagonal, has_bottom
+        ctx.diagonal, ctx.num_kept = diagonal, num_kept
         # The dtype is chosen by the caller; autocast would change it underneath.
         with torch.autocast(vectors_BMD.device.type, enabled=False):
             products_BMM = torch.bmm(vectors_BMD, vectors_BMD.transpose(1, 2))
         pairs_BP = products_BMM.flatten(1).index_select(1, triangle_index)
-        columns = [vectors_BMD[:, 0], pairs_BP] if has_bottom else [pairs_BP]
+        columns = [vectors_BMD[:, :num_kept].flatten(1), pairs_BP]
         if num_zero_columns:
             zeros = vectors_BMD.new_zeros(1, num_zero_columns)
             columns.append(zeros.expand(vectors_BMD.shape[0], -1))
-        return torch.cat(columns, dim=1) if len(columns) > 1 else pairs_BP
+        return torch.cat(columns, dim=1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -240,8 +234,8 @@ class _PairwiseDot(torch.autograd.Function):
             squares_BM.zero_()
         with torch.autocast(vectors_BMD.device.type, enabled=False):
             grad_BMD = torch.bmm(grad_BMM, vectors_BMD)
-        if ctx.has_bottom:
-            grad_BMD[:, 0] += grad_B[:, :dim]
+        kept_BKD = grad_B[:, : ctx.num_kept * dim].view(batch_size, ctx.num_kept, dim)
+        grad_BMD[:, : ctx.num_kept] += kept_BKD
         return grad_BMD, None, None, None, None, None
 
 

@@ -46,7 +46,8 @@ class ModelConfig:
     top_mlp: list[int] = field(default_factory=lambda: [512, 256])
     """Hidden widths of the MLP over the interaction's output; a last layer to 1 is added."""
     interaction: str = "dot"
-    """`dot`: products of all pairs of features (DLRM). `cat`: features side by side. `dcnv2`:
+    """`dot`: products of all pairs of features (DLRM), and the bottom MLP's output beside them or,
+    where the data have no dense features, all features. `cat`: features side by side. `dcnv2`:
     low-rank cross layers (MLPerf's DLRM-DCNv2)."""
     dot_diagonal: bool = False
     """`dot`: whether each vector's product with itself is kept too."""
@@ -132,7 +133,7 @@ class DLRM(nn.Module):
         feature_offsets: `F + 1` column offsets of the features in `pooled_BS`; the last is `S`.
 
     Raises:
-        UserError: where there are no features, or no pair of them for `dot`.
+        UserError: where there are no features.
     """
 
     def __init__(

@@ -184,7 +184,8 @@ def test_a_batch_of_dense_features_only() -> None:
     no_ids = JaggedIds(torch.zeros(0, dtype=LONG), torch.zeros(1, dtype=LONG), num_features=0)
     cut = batch_of(4, ids=no_ids).narrow(1, 3)
     assert cut.batch_size == 2
-    assert cut.ids.lengths_FB().shape == (0, 0)
+    assert cut.ids.batch_size == 2
+    assert cut.ids.lengths_FB().shape == (0, 2)
 
 
 def test_an_empty_batch() -> None:

@@ -170,11 +170,26 @@ def test_export_takes_the_model() -> None:
     torch.testing.assert_close(program.module()(dense_BN, pooled_BS), model(dense_BN, pooled_BS))
 
 
-def test_no_features_or_no_pairs_are_refused() -> None:
+def test_no_features_are_refused() -> None:
     with pytest.raises(ValueError, match="neither dense nor sparse"):
         DLRM(small_config(), 0, [], [], seed=0)
-    with pytest.raises(ValueError, match=r"model\.interaction=dot .* model\.dot_diagonal"):
-        DLRM(small_config(), 0, [4], ["a"], seed=0)
+
+
+@pytest.mark.parametrize("dims", [[4], [4, 4], [4, 6, 3]])
+def test_f41_dot_without_dense_features_hands_on_each_feature(dims: list[int]) -> None:
+    """Also of unequal dims, then projected: the logit depends on every feature by itself, though
+    all others are 0 and with them all products."""
+    config = small_config(top_mlp=[32])
+    model = DLRM(config, 0, dims, [f"t{n}" for n in range(len(dims))], seed=0)
+    width = len(dims) * config.embedding_dim
+    assert model.interaction.out_features == width + len(dims) * (len(dims) - 1) // 2
+    start = 0
+    for dim in dims:
+        pooled_BS = torch.zeros(2, sum(dims))
+        pooled_BS[1, start : start + dim] = 1.0
+        none, one = model(torch.zeros(2, 0), pooled_BS).tolist()
+        assert none != one
+        start += dim
 
 
 @pytest.mark.parametrize(
