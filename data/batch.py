@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+_MAX_FEATURES = 2**31
+
 
 @dataclass(frozen=True)
 class JaggedIds:
@@ -41,7 +43,8 @@ class JaggedIds:
             there are features.
 
     Raises:
-        ValueError: at construction, where one of the invariants above doesn't hold.
+        ValueError: at construction, where one of the invariants above doesn't hold, or a field is
+            of another type: bag weights of another would be rounded or not by who computes.
     """
 
     values_L: Tensor
@@ -51,6 +54,18 @@ class JaggedIds:
     num_samples: int | None = None
 
     def __post_init__(self) -> None:
+        for name in ("values_L", "offsets", "weights_L"):
+            value = getattr(self, name)
+            if not isinstance(value, Tensor) and (value is not None or name != "weights_L"):
+                raise ValueError(f"{name} is {type(value).__name__}, must be a tensor")
+        if isinstance(self.num_features, bool) or not isinstance(
+            self.num_features, int | np.integer
+        ):
+            raise ValueError(f"num_features is {self.num_features!r}, must be a whole number")
+        if not 0 <= self.num_features <= _MAX_FEATURES:
+            what = self.num_features if self.num_features < 0 else f"above {_MAX_FEATURES:,}"
+            raise ValueError(f"num_features is {what}, must be 0 to {_MAX_FEATURES:,}")
+        object.__setattr__(self, "num_features", int(self.num_features))
         num_bags = self.offsets.numel() - 1
         if self.values_L.dtype != torch.int64 or self.offsets.dtype != torch.int64:
             raise ValueError(
@@ -86,7 +101,11 @@ class JaggedIds:
                 f"offsets decrease at bag {bag}: {int(self.offsets[bag])} to "
                 f"{int(self.offsets[bag + 1])}"
             )
-        if self.weights_L is not None and self.weights_L.shape != self.values_L.shape:
+        if self.weights_L is None:
+            return
+        if self.weights_L.dtype != torch.float32:
+            raise ValueError(f"bag weights must be float32, not {self.weights_L.dtype}")
+        if self.weights_L.shape != self.values_L.shape:
             raise ValueError(
                 f"{self.weights_L.numel()} bag weights for {self.values_L.numel()} ids"
             )
@@ -150,7 +169,7 @@ class Batch:
         row_B: int64 position of each sample in its split, in the order of the raw input.
 
     Raises:
-        ValueError: where the parts disagree on `B`.
+        ValueError: where the parts disagree on `B`, or one is of another type.
     """
 
     dense_BN: Tensor
@@ -160,6 +179,13 @@ class Batch:
     row_B: Tensor
 
     def __post_init__(self) -> None:
+        if not isinstance(self.ids, JaggedIds):
+            raise ValueError(f"ids is {type(self.ids).__name__}, must be JaggedIds")
+        _check_tensor("dense_BN", self.dense_BN, 2, torch.float32)
+        _check_tensor("row_B", self.row_B, 1, torch.int64)
+        for name in ("label_B", "weight_B"):
+            if getattr(self, name) is not None:
+                _check_tensor(name, getattr(self, name), 1, torch.float32)
         if not self.ids.num_features and self.ids.num_samples is None:
             ids = dataclasses.replace(self.ids, num_samples=int(self.dense_BN.shape[0]))
             object.__setattr__(self, "ids", ids)
@@ -204,4 +230,14 @@ class Batch:
             label_B=None if self.label_B is None else self.label_B.to(device, non_blocking=True),
             weight_B=None if self.weight_B is None else self.weight_B.to(device, non_blocking=True),
             row_B=self.row_B,
+        )
+
+
+def _check_tensor(name: str, value: Tensor, num_dims: int, dtype: torch.dtype) -> None:
+    if not isinstance(value, Tensor):
+        raise ValueError(f"{name} is {type(value).__name__}, must be a tensor")
+    if value.dim() != num_dims or value.dtype != dtype:
+        raise ValueError(
+            f"{name} is of shape {tuple(value.shape)} and {value.dtype}, must have {num_dims} "
+            f"dimensions of {dtype}"
         )

@@ -111,8 +111,9 @@ class Communicator(ABC):
             recv: flat, of the same type.
             recv_splits: elements from each rank.
         """
-        assert send.numel() == sum(send_splits), (kind, send.numel(), send_splits)
-        assert recv.numel() == sum(recv_splits), (kind, recv.numel(), recv_splits)
+        for values, splits in ((send, send_splits), (recv, recv_splits)):
+            if values.numel() != sum(splits):
+                raise ValueError(f"{kind}: {values.numel()} values are no {sum(splits)}")
         to_others = sum(send_splits) - send_splits[self.rank]
         self._count(kind, to_others * send.element_size())
         return self._all_to_all(kind, send, send_splits, recv, recv_splits)

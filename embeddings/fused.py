@@ -198,7 +198,8 @@ class FusedGroup:
         if self._sum is not None:
             borrowed.append((self._kernel.momentum1_host, self._sum))
         for theirs, ours in borrowed:
-            assert theirs.data_ptr() == ours.data_ptr(), "fbgemm made a copy of the store's memory"
+            if theirs.data_ptr() != ours.data_ptr():
+                raise RuntimeError("fbgemm made a copy of the store's memory")
 
 
 def _build_kernel(

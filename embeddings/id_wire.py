@@ -178,7 +178,8 @@ class IdWire:
             else:
                 rows = self._replicas.read_rows(rank, replica_counts, reader.take)
                 replica_counts.rows.append(rows)
-            assert reader.is_at_end, f"rank {rank} sent more ids than it announced"
+            if not reader.is_at_end:
+                raise RuntimeError(f"rank {rank} sent more ids than it announced")
         return tuple(
             None if space.group_of_rank[self._rank] is None else self._service(space, parts)
             for space, parts in zip(self._spaces, asked, strict=True)

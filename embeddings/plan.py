@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, Literal, cast, get_args
 
+from embeddings.field_checks import shown, whole_number
 from embeddings.plan_words import counted, ranks_in_words, table_lines
-from embeddings.table import TableConfig
+from embeddings.table import TableConfig, validate_tables
 
 FORMAT_VERSION = 1
+
+_MAX_DIGITS = 40
 
 Memory = Literal["device", "host"]
 ExchangeName = Literal["pooled", "kv"]
@@ -35,6 +39,9 @@ class Shard:
         col_stop: one past the last column.
         rank: the rank that holds the rectangle and updates it.
         memory: `device` (where the dense network runs) or `host`.
+
+    Raises:
+        ValueError: for a field of another type. What `Plan.validate` refuses may be made.
     """
 
     table: str
@@ -44,6 +51,13 @@ class Shard:
     col_stop: int
     rank: int
     memory: Memory = "device"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.table, str):
+            raise ValueError(f"a shard's table is {shown(self.table)}, must be a table's name")
+        for name in ("row_start", "row_stop", "col_start", "col_stop", "rank"):
+            number = whole_number(f"table {self.table!r}: a shard's {name}", getattr(self, name))
+            object.__setattr__(self, name, number)
 
     @property
     def num_rows(self) -> int:
@@ -74,11 +88,28 @@ class Plan:
         shards: every rectangle, in the order they are listed and printed.
         exchange: per table `pooled` (the owner pools and sends one vector per bag) or `kv` (the
             requester sends unique keys and gets rows). Without meaning for a replicated table.
+
+    Raises:
+        ValueError: for a field of another type. What `validate` refuses may be made.
     """
 
     world_size: int
     shards: tuple[Shard, ...]
     exchange: Mapping[str, ExchangeName]
+
+    def __post_init__(self) -> None:
+        number = whole_number("the plan's world_size", self.world_size)
+        object.__setattr__(self, "world_size", number)
+        if not isinstance(self.shards, Sequence) or isinstance(self.shards, str):
+            raise ValueError(f"the plan's shards are {shown(self.shards)}, must be a sequence")
+        for shard in self.shards:
+            if not isinstance(shard, Shard):
+                raise ValueError(f"the plan's shards hold {shown(shard)}, which is no Shard")
+        object.__setattr__(self, "shards", tuple(self.shards))
+        if not isinstance(self.exchange, Mapping):
+            raise ValueError(
+                f"the plan's exchange is {shown(self.exchange)}, must be table: exchange pairs"
+            )
 
     def to_json(self) -> str:
         """The plan as JSON text, which `from_json` reads back to an equal plan."""
@@ -120,6 +151,7 @@ class Plan:
         return (
             self.world_size > 1
             and len(rectangles) == 1
+            and len(ranks) == self.world_size
             and sorted(ranks) == list(range(self.world_size))
         )
 
@@ -140,6 +172,7 @@ class Plan:
         Raises:
             ValueError: naming the table, the rank where there is one, and the broken rule.
         """
+        validate_tables(tables, ())
         if self.world_size < 1:
             raise ValueError(f"the plan's world_size is {self.world_size}, must be at least 1")
         known = {table.name: table for table in tables}
@@ -188,7 +221,7 @@ def _validate_shard(shard: Shard, table: TableConfig | None, world_size: int) ->
         raise ValueError(
             f"table {shard.table!r}: rank {shard.rank} is outside 0 to {world_size - 1} ({shard})"
         )
-    if shard.memory not in ("device", "host"):
+    if not isinstance(shard.memory, str) or shard.memory not in get_args(Memory):
         raise ValueError(
             f"table {shard.table!r}, rank {shard.rank}: memory is {shard.memory!r}, must be "
             f"'device' or 'host' (sharding.memory)"
@@ -227,25 +260,26 @@ def _validate_copies(
         f"a table is replicated as one whole copy on each of the ranks 0 to {world_size - 1}, "
         f"or its shards must not overlap"
     )
-    copied = [shard.rank for shard in copies]
-    for rank in range(world_size):
-        if copied.count(rank) > 1:
+    copied = sorted(shard.rank for shard in copies)
+    for rank, num_copies in Counter(copied).items():
+        if num_copies > 1:
             raise ValueError(
-                f"table {table.name!r}, rank {rank}: overlap: {copied.count(rank)} whole copies "
+                f"table {table.name!r}, rank {rank}: overlap: {num_copies} whole copies "
                 f"on one rank; {rule}"
             )
     for shard in shards:
         if shard not in copies:
             raise ValueError(
                 f"table {table.name!r}, rank {shard.rank}: overlap: {shard} beside whole copies "
-                f"on {ranks_in_words(sorted(copied))}; {rule}"
+                f"on {ranks_in_words(copied)}; {rule}"
             )
-    for rank in range(world_size):
-        if rank not in copied:
-            raise ValueError(
-                f"table {table.name!r}, rank {rank}: overlap: there are whole copies on "
-                f"{ranks_in_words(sorted(copied))}, but none on rank {rank}; {rule}"
-            )
+    # Every one is on another rank: where one of the ranks has none, it is found in few steps.
+    rank = next((rank for rank, copy in enumerate(copied) if rank != copy), len(copied))
+    if rank < world_size:
+        raise ValueError(
+            f"table {table.name!r}, rank {rank}: overlap: there are whole copies on "
+            f"{ranks_in_words(copied)}, but none on rank {rank}; {rule}"
+        )
 
 
 def _validate_cover(table: TableConfig, shards: Sequence[Shard]) -> None:
@@ -285,21 +319,21 @@ def _validate_cover(table: TableConfig, shards: Sequence[Shard]) -> None:
 
 def _read_plan(text: str) -> Plan:
     try:
-        entries = json.loads(text, object_pairs_hook=_unique_entries)
+        entries = json.loads(text, object_pairs_hook=_unique_entries, parse_int=_read_int)
     except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"the plan is not JSON: {error}") from error
     version = entries.get("format_version") if isinstance(entries, dict) else None
     if type(version) is not int or version != FORMAT_VERSION:
         raise ValueError(
-            f"the plan has format_version {version!r}, this program reads {FORMAT_VERSION}"
+            f"the plan has format_version {shown(version)}, this program reads {FORMAT_VERSION}"
         )
     names = ("format_version", "world_size", "shards", "exchange")
     _check_fields("the plan", entries, required=names, known=names)
     shards, exchange = entries["shards"], entries["exchange"]
     if not isinstance(shards, list):
-        raise ValueError(f"the plan: shards is {_shown(shards)}, must be a list")
+        raise ValueError(f"the plan: shards is {shown(shards)}, must be a list")
     if not isinstance(exchange, dict):
-        raise ValueError(f"the plan: exchange is {_shown(exchange)}, must be table: exchange pairs")
+        raise ValueError(f"the plan: exchange is {shown(exchange)}, must be table: exchange pairs")
     for name, value in exchange.items():
         _check_exchange(name, value)
     return Plan(
@@ -311,20 +345,20 @@ def _read_plan(text: str) -> Plan:
 
 def _read_shard(number: int, entry: Any) -> Shard:
     if not isinstance(entry, dict):
-        raise ValueError(f"shard {number}: is {_shown(entry)}, must be an object with its fields")
+        raise ValueError(f"shard {number}: is {shown(entry)}, must be an object with its fields")
     # Whoever wrote the plan looks for the table, not for the shard's place in the list.
     where = f"shard {number}"
-    where += f" (table {entry['table']!r}" if "table" in entry else " (no table"
-    where += f", rank {entry['rank']!r})" if "rank" in entry else ")"
+    where += f" (table {shown(entry['table'])}" if "table" in entry else " (no table"
+    where += f", rank {shown(entry['rank'])})" if "rank" in entry else ")"
     known = tuple(field.name for field in fields(Shard))
     required = tuple(name for name in known if name != "memory")
     _check_fields(where, entry, required=required, known=known)
     table, memory = entry["table"], entry.get("memory", "device")
     if not isinstance(table, str):
-        raise ValueError(f"{where}: table is {_shown(table)}, must be the name of a table")
+        raise ValueError(f"{where}: table is {shown(table)}, must be the name of a table")
     if memory not in get_args(Memory):
         raise ValueError(
-            f"{where}: memory is {_shown(memory)}, must be 'device' or 'host' (sharding.memory)"
+            f"{where}: memory is {shown(memory)}, must be 'device' or 'host' (sharding.memory)"
         )
     row_start, row_stop, col_start, col_stop, rank = (
         _read_number(where, entry, name, minimum=0) for name in known[1:6]
@@ -348,7 +382,7 @@ def _check_fields(
 def _read_number(where: str, entry: Mapping[str, Any], name: str, *, minimum: int) -> int:
     value = entry[name]
     if type(value) is not int:  # A bool is an int, and must not pass.
-        raise ValueError(f"{where}: {name} is {_shown(value)}, must be a whole number")
+        raise ValueError(f"{where}: {name} is {shown(value)}, must be a whole number")
     if value < minimum:
         raise ValueError(f"{where}: {name} is {value}, must be at least {minimum}")
     return value
@@ -357,9 +391,16 @@ def _read_number(where: str, entry: Mapping[str, Any], name: str, *, minimum: in
 def _check_exchange(table: str, exchange: Any) -> None:
     if exchange not in get_args(ExchangeName):
         raise ValueError(
-            f"table {table!r}: exchange is {exchange!r}, must be 'pooled' or 'kv' "
+            f"table {table!r}: exchange is {shown(exchange)}, must be 'pooled' or 'kv' "
             f"(sharding.exchange)"
         )
+
+
+def _read_int(digits: str) -> int:
+    """A whole number of a JSON text: Python reads no number of thousands of digits."""
+    if len(digits) > _MAX_DIGITS:
+        raise ValueError(f"the plan: {digits[:20]}… is a number of {len(digits):,} digits")
+    return int(digits)
 
 
 def _unique_entries(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -370,8 +411,3 @@ def _unique_entries(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             raise ValueError(f"the plan: {name!r} is given twice in one object")
         entries[name] = value
     return entries
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else text[:37] + "..."

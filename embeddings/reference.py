@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from data.batch import JaggedIds
+from embeddings.field_checks import shown, table_dtype, whole_number
 from embeddings.row_optim import RowOptimizerConfig
 from embeddings.table import FeatureConfig, TableConfig, fill_uniform, validate_tables
 
@@ -30,7 +31,8 @@ class ReferenceEmbeddings:
         seed: the run's seed; the start values are those of `ShardedEmbeddings`.
 
     Raises:
-        ValueError: where names repeat or a feature's table is unknown.
+        ValueError: where names repeat, a feature's table is unknown, or an argument is of another
+            type.
     """
 
     def __init__(
@@ -42,6 +44,10 @@ class ReferenceEmbeddings:
         dtype: torch.dtype,
         seed: int,
     ) -> None:
+        table_dtype(dtype)
+        seed = whole_number("seed", seed)
+        if not isinstance(optimizer, RowOptimizerConfig):
+            raise ValueError(f"optimizer is {shown(optimizer)}, must be a RowOptimizerConfig")
         validate_tables(tables, features)
         self._features = tuple(features)
         self._config = optimizer

@@ -226,7 +226,7 @@ class Router:
         if reads_whole_gradient:
             self.grad_rows = [
                 BagRows.within(
-                    [int(ends[f]) - group.dim for f in of_group], group.dim, int(ends[-1])
+                    [int(ends[f]) - group.dim for f in of_group], group.dim, int(ends[-1:].sum())
                 )
                 for group, of_group in zip(groups, self._features_of_group, strict=True)
             ]
@@ -234,7 +234,8 @@ class Router:
             for piece in group.pieces:
                 table = by_name[piece.table]
                 is_whole = (piece.num_rows, piece.dim) == (table.rows, table.dim)
-                assert is_whole, f"table {table.name!r} isn't whole: {piece}"
+                if not is_whole:
+                    raise ValueError(f"table {table.name!r} isn't whole: {piece}")
 
     @property
     def features_of_group(self) -> tuple[tuple[int, ...], ...]:

@@ -15,7 +15,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+import torch
 from torch import Tensor
+
+from embeddings.field_checks import real_number, shown
 
 RowOptimizerName = Literal["sgd", "adagrad", "rowwise_adagrad", "adam"]
 
@@ -44,15 +47,20 @@ class RowOptimizerConfig:
 
     def __post_init__(self) -> None:
         names = get_args(RowOptimizerName)
-        if self.name not in names:
-            raise ValueError(f"optim.sparse.name is {self.name!r}, must be one of {list(names)}")
-        for key, value in (("eps", self.eps), ("weight_decay", self.weight_decay)):
-            if not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"optim.sparse.{key} is {value}, must be finite and at least 0")
+        if not isinstance(self.name, str) or self.name not in names:
+            raise ValueError(
+                f"optim.sparse.name is {shown(self.name)}, must be one of {list(names)}"
+            )
+        most = torch.finfo(torch.float32).max  # The updates compute with them in the tables' type.
+        for key in ("eps", "weight_decay", "beta1", "beta2"):
+            number = real_number(f"optim.sparse.{key}", getattr(self, key), least=0.0, most=most)
+            object.__setattr__(self, key, number)
         for key, value in (("beta1", self.beta1), ("beta2", self.beta2)):
             if not 0 <= value < 1:
                 raise ValueError(f"optim.sparse.{key} is {value}, must be at least 0 and below 1")
 
+
+NO_STEP_BEGUN = "Adam's first step is number 1: begin the step before updating rows"
 
 # The state that is one number for a whole row, by the rule's name.
 ROW_STATE = {"rowwise_adagrad": "sum"}
@@ -137,7 +145,8 @@ def _update_adam(
 
     As torch.optim.SparseAdam: `eps` is added to the uncorrected square root.
     """
-    assert num_steps >= 1, "Adam's first step is number 1: begin the step before updating rows"
+    if num_steps < 1:
+        raise ValueError(NO_STEP_BEGUN)
     exp_avg_KD = state["exp_avg"].lerp_(grads_KD, 1 - config.beta1)
     exp_avg_sq_KD = state["exp_avg_sq"]
     exp_avg_sq_KD.mul_(config.beta2).addcmul_(grads_KD, grads_KD, value=1 - config.beta2)

@@ -11,7 +11,14 @@ from torch import Tensor
 
 from embeddings import row_kernels
 from embeddings.compiled import in_parts
-from embeddings.row_optim import RowOptimizerConfig, decayed, row_squares, state_widths, update_rows
+from embeddings.row_optim import (
+    NO_STEP_BEGUN,
+    RowOptimizerConfig,
+    decayed,
+    row_squares,
+    state_widths,
+    update_rows,
+)
 
 _UPDATE_BLOCK_BYTES = 1 << 18
 _KERNEL_BLOCK_BYTES = 1 << 24
@@ -46,6 +53,7 @@ def update_in_place(
         row_state_K1: see `update_rows`.
 
     Raises:
+        ValueError: see `_check_rows`.
         IndexError: for a row that isn't there.
     """
     if row_state_K1 is None and _has_kernel(weights, *states.values()):
@@ -112,19 +120,33 @@ def _check_rows(
     rows_K: Tensor,
     grads_KD: Tensor,
 ) -> None:
-    """Kernels check no index and no type."""
+    """Kernels check no index and no type: what is let through here, they write.
+
+    Raises:
+        ValueError: for arrays of another shape or type than the kernel's.
+        IndexError: for a row that isn't there.
+    """
     num_rows, dim = weights.shape
-    assert grads_KD.shape == (rows_K.numel(), dim), (grads_KD.shape, rows_K.shape, dim)
-    assert grads_KD.dtype == weights.dtype, (grads_KD.dtype, weights.dtype)
+    if rows_K.dim() != 1 or rows_K.dtype != torch.int64 or rows_K.device.type != "cpu":
+        raise ValueError(f"rows are {_kind(rows_K)}, must be flat int64 on the CPU")
     widths = state_widths(optimizer, dim)
-    assert set(states) == set(widths), (list(states), list(widths))
-    for name, width in widths.items():
-        assert states[name].shape == (num_rows, width), (name, states[name].shape, num_rows, width)
-        assert states[name].dtype == weights.dtype, (name, states[name].dtype, weights.dtype)
+    if set(states) != set(widths):
+        raise ValueError(f"{optimizer.name} has the states {list(widths)}, not {list(states)}")
+    expected = {name: (states[name], num_rows, width) for name, width in widths.items()}
+    expected["gradients"] = (grads_KD, rows_K.numel(), dim)
+    for name, (array, *shape) in expected.items():
+        if list(array.shape) != shape or array.dtype != weights.dtype:
+            raise ValueError(f"{name}: {_kind(array)}, must be {shape} of {weights.dtype}")
+    if grads_KD.device.type != "cpu":
+        raise ValueError(f"gradients are on {grads_KD.device}, the rows on the CPU")
     if rows_K.numel():
         first, last = int(rows_K.min()), int(rows_K.max())
         if first < 0 or last >= num_rows:
             raise IndexError(f"rows {first} … {last} of {num_rows}")
+
+
+def _kind(array: Tensor) -> str:
+    return f"{list(array.shape)} of {array.dtype} on {array.device}"
 
 
 def _update_by_kernel(
@@ -157,7 +179,8 @@ def _update_by_kernel(
         squares_K1 = row_squares(grads_KD.detach(), dim).numpy()
         update = row_kernels.rowwise_adagrad, squares_K1, number(lr), eps
     else:
-        assert num_steps >= 1, "Adam's first step is number 1: begin the step before updating rows"
+        if num_steps < 1:
+            raise ValueError(NO_STEP_BEGUN)
         beta1, beta2 = optimizer.beta1, optimizer.beta2
         step_size = lr * math.sqrt(1 - beta2**num_steps) / (1 - beta1**num_steps)
         shares = number(1 - beta1), number(beta2), number(1 - beta2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from data.batch import JaggedIds
 from embeddings.bag_sum import bag_sum
 from embeddings.communicator import Communicator, Deferred, SingleProcess
 from embeddings.exchange import Exchange, ExchangePlan, PendingPlan
+from embeddings.field_checks import option, real_number, shown, table_dtype, whole_number
 from embeddings.fused import FusedGroup, load_fbgemm, why_not_fused
 from embeddings.host.executor import Executor, ThreadExecutor
 from embeddings.host.host_tables import HostSettings, HostTables
@@ -139,8 +140,22 @@ class ShardedEmbeddings:
         fill: bool = True,
         beat: Callable[[], None] = lambda: None,
     ) -> None:
-        if dtype not in (torch.float32, torch.float64):
-            raise ValueError(f"tables are fp32 or fp64, not {dtype} (train.precision)")
+        table_dtype(dtype)
+        seed = whole_number("seed", seed)
+        option("sharding.wire", wire, get_args(Wire))
+        option("train.backend", backend, get_args(Backend))
+        accumulate = whole_number("train.accumulate", accumulate, least=1)
+        if clip_norm is not None:
+            clip_norm = real_number("optim.clip_norm", clip_norm, least=0.0)
+        for what, value, kind in (
+            ("optimizer", optimizer, RowOptimizerConfig),
+            ("plan", plan, Plan),
+            ("comm", comm, Communicator),
+            ("host", host, HostSettings),
+            ("executor", executor, Executor),
+        ):
+            if not isinstance(value, kind) and (value is not None or what == "optimizer"):
+                raise ValueError(f"{what} is {shown(value)}, must be a {kind.__name__}")
         validate_tables(tables, features)
         self.comm = comm if comm is not None else SingleProcess()
         self.plan: Plan = plan if plan is not None else single_process_plan(tables)
@@ -464,9 +479,13 @@ class ShardedEmbeddings:
     ) -> Deferred[list[KVGradients]]:
         """As `backward`, but returns with the gradients under way."""
         expected = (plan.batch_size, self.feature_offsets[-1])
-        assert grad_BS.shape == expected, f"gradient {tuple(grad_BS.shape)}, pooled {expected}"
-        assert grad_BS.dtype == self.dtype, f"gradient {grad_BS.dtype}, tables {self.dtype}"
-        assert plan.training, "this batch was planned without training"
+        if grad_BS.shape != expected or grad_BS.dtype != self.dtype:
+            raise ValueError(
+                f"the gradient is {tuple(grad_BS.shape)} of {grad_BS.dtype}, the pooled vectors "
+                f"are {expected} of {self.dtype}"
+            )
+        if not plan.training:
+            raise ValueError("this batch was planned without training")
         gradients: list[KVGradients] = []
         for index, columns in enumerate(self._local_columns):
             group_grad_BS = grad_BS
@@ -506,7 +525,8 @@ class ShardedEmbeddings:
                 returned of the only one, or `sum_kv` of several; empty for fbgemm.
             lr: learning rate of this step.
         """
-        assert are_disjoint(kv_gradients), "a key of two gradients: sum micro-batches with sum_kv"
+        if not are_disjoint(kv_gradients):
+            raise ValueError("a key of two gradients: sum micro-batches with sum_kv")
         if self.host is not None or self._row_squares is not None:
             kv_gradients = sum_kv([kv_gradients])  # One per group, by ascending key.
         self.store.begin_step()

@@ -234,7 +234,9 @@ class SharedMemory(ProcessGroup):
     def _receive(self, peer: int, number: int, like: Tensor) -> Tensor:
         """The values that another rank has for this one, where they lie."""
         values = self._peers[peer].take_values(number)
-        assert values.numel() == like.nbytes, (peer, values.numel(), like.nbytes)
+        if values.numel() != like.nbytes:
+            text = f"{values.numel()} bytes came where {like.nbytes} were awaited"
+            raise _PeerError(peer, text)
         return values.view(like.dtype).view(like.shape)
 
     def _pending(self, kind: str, number: int, values: Tensor, read: Callable[[], None]) -> Pending:

@@ -118,7 +118,9 @@ class SocketEngine:
             values: contiguous, on the CPU; what is sent or filled. Of the same number of bytes at
                 both ends.
         """
-        assert values.is_contiguous(), "a message is one piece of memory"
+        if not values.is_contiguous() or values.device.type != "cpu":
+            # Its address is all that the thread gets.
+            raise ValueError("a message is one piece of memory on the CPU")
         posted = int(self._posted[direction, peer])
         if posted - int(self._done[direction, peer]) == _QUEUE_LENGTH:
             self.wait([(direction, peer, posted - _QUEUE_LENGTH + 1)])

@@ -11,12 +11,14 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+
+from embeddings.field_checks import option, shown, text, whole_number
 
 Pooling = Literal["sum", "mean"]
 
@@ -24,6 +26,7 @@ Pooling = Literal["sum", "mean"]
 _GAMMA = 0x9E3779B97F4A7C15
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
+_MAX_ELEMENTS = 1 << 62
 _MASK_64 = (1 << 64) - 1
 # Scratch of 64 k counters (1.8 MB with the ramp) stays in a core's second-level cache.
 _CHUNK_ELEMENTS = 1 << 16
@@ -39,7 +42,8 @@ class TableConfig:
         dim: number of columns, the width of one embedding vector.
 
     Raises:
-        ValueError: where the name is empty, or `rows` or `dim` is below 1.
+        ValueError: where the name is no text or empty, `rows` or `dim` is no whole number or
+            below 1, or there are more elements than int64 counts.
     """
 
     name: str
@@ -47,11 +51,15 @@ class TableConfig:
     dim: int
 
     def __post_init__(self) -> None:
-        if not self.name:
-            raise ValueError(f"a table needs a name: {self}")
+        object.__setattr__(self, "name", text("a table's name", self.name))
         for field, value in (("rows", self.rows), ("dim", self.dim)):
-            if value < 1:
-                raise ValueError(f"table {self.name!r}: {field} is {value}, must be at least 1")
+            number = whole_number(f"table {self.name!r}: {field}", value, least=1)
+            object.__setattr__(self, field, number)
+        if self.rows * self.dim > _MAX_ELEMENTS:
+            raise ValueError(
+                f"table {self.name!r}: {shown(self.rows)} rows × {shown(self.dim)} columns are "
+                f"more than 2^62 elements"
+            )
 
     @property
     def default_bound(self) -> float:
@@ -74,7 +82,7 @@ class FeatureConfig:
             without weights has weight 1 for each id; an empty bag gives a zero vector.
 
     Raises:
-        ValueError: where the name is empty or the pooling is unknown.
+        ValueError: where a name is no text or empty, or the pooling is unknown.
     """
 
     name: str
@@ -82,13 +90,10 @@ class FeatureConfig:
     pooling: Pooling = "sum"
 
     def __post_init__(self) -> None:
-        if not self.name:
-            raise ValueError(f"a feature needs a name: {self}")
-        if self.pooling not in ("sum", "mean"):
-            raise ValueError(
-                f"feature {self.name!r} of table {self.table!r}: pooling is {self.pooling!r}, "
-                f"must be 'sum' or 'mean'"
-            )
+        object.__setattr__(self, "name", text("a feature's name", self.name))
+        object.__setattr__(self, "table", text(f"feature {self.name!r}: table", self.table))
+        where = f"feature {self.name!r} of table {self.table!r}: pooling"
+        object.__setattr__(self, "pooling", option(where, self.pooling, get_args(Pooling)))
 
 
 def validate_tables(tables: Sequence[TableConfig], features: Sequence[FeatureConfig]) -> None:
@@ -97,6 +102,13 @@ def validate_tables(tables: Sequence[TableConfig], features: Sequence[FeatureCon
     Raises:
         ValueError: naming the table or feature.
     """
+    for kind, entries in ((TableConfig, tables), (FeatureConfig, features)):
+        what = "tables" if kind is TableConfig else "features"
+        if not isinstance(entries, Sequence) or isinstance(entries, str):
+            raise ValueError(f"{what} are {shown(entries)}, must be a sequence of {kind.__name__}")
+        for entry in entries:
+            if not isinstance(entry, kind):
+                raise ValueError(f"{what} hold {shown(entry)}, which is no {kind.__name__}")
     table_names: set[str] = set()
     for table in tables:
         if table.name in table_names:

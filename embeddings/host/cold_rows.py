@@ -83,7 +83,8 @@ class StagedRows:
     def positions(self, keys_L: Int64Array) -> Int64Array:
         """Where the records of keys lie, all of which are held here."""
         is_held_L, position_L = self.find(keys_L)
-        assert is_held_L.all(), "a row was asked for that isn't staged"
+        if not is_held_L.all():
+            raise ValueError("a row was asked for that isn't staged")
         return position_L
 
 

@@ -24,6 +24,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from embeddings.field_checks import real_number, shown
+
 Queue = Literal["gather", "to_device", "to_host", "scatter"]
 QUEUES: tuple[Queue, ...] = get_args(Queue)
 LINK_QUEUES: tuple[Queue, ...] = ("to_device", "to_host")
@@ -212,7 +214,7 @@ class LinkRates:
 
     def __post_init__(self) -> None:
         _check_rate("bytes_per_s", self.bytes_per_s)
-        if not 0.0 <= self.latency_s < float("inf"):
+        if real_number("latency_s", self.latency_s) < 0.0:
             raise ValueError(f"latency_s {self.latency_s}: a time of at least 0 is needed")
 
     def duration_s(self, num_bytes: float) -> float:
@@ -229,6 +231,8 @@ class SimulatedRates:
     scatter_bytes_per_s: float | None
 
     def __post_init__(self) -> None:
+        if self.link is not None and not isinstance(self.link, LinkRates):
+            raise ValueError(f"link is {shown(self.link)}, must be LinkRates")
         for name in ("gather_bytes_per_s", "scatter_bytes_per_s"):
             rate = getattr(self, name)
             if rate is not None:
@@ -243,8 +247,8 @@ class SimulatedRates:
 
 
 def _check_rate(name: str, rate: float) -> None:
-    if not rate > 0.0:
-        raise ValueError(f"{name} {rate}: a rate above 0 is needed")
+    if real_number(name, rate) <= 0.0:
+        raise ValueError(f"{name} {shown(rate)}: a rate above 0 is needed")
 
 
 class QueueThread:
@@ -273,8 +277,8 @@ class QueueThread:
             self._calls.put(None)
 
     def join(self, limit_s: float | None = None) -> None:
-        """Waits for the thread's end, or so many seconds; on the thread itself, which may be the last to know of what
-        it worked for, returns at once."""
+        """Waits for the thread's end, or so many seconds; on the thread itself, which may be the
+        last to know of what it worked for, returns at once."""
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(limit_s)
 

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,7 @@ from torch import Tensor
 
 from data.batch import JaggedIds
 from embeddings.communicator import Communicator
+from embeddings.field_checks import option, whole_number
 from embeddings.host.cold_rows import ColdRows, RecordLayout, StagedRows
 from embeddings.host.executor import Executor
 from embeddings.host.figures import HostCounters
@@ -58,6 +59,9 @@ class HostSettings:
         staging_bytes: bound of all buffers of this rank on the device, or None: they grow.
         hot_bytes: bound of the hot rows with their state on the device.
         recent_steps: latest steps of which lookups are counted by row; 0: of none.
+
+    Raises:
+        ValueError: naming the field, for another type or a value below its least.
     """
 
     mode: Mode = "gather"
@@ -66,6 +70,20 @@ class HostSettings:
     staging_bytes: int | None = None
     hot_bytes: int = 64 << 20
     recent_steps: int = 0
+
+    def __post_init__(self) -> None:
+        option("sharding.host.mode", self.mode, get_args(Mode))
+        for key, least in (
+            ("lookahead", 1),
+            ("batch_rows", 0),
+            ("hot_bytes", 0),
+            ("recent_steps", 0),
+            ("staging_bytes", 0),
+        ):
+            value = getattr(self, key)
+            if value is not None or key != "staging_bytes":
+                number = whole_number(f"sharding.host: {key}", value, least=least)
+                object.__setattr__(self, key, number)
 
     @property
     def window(self) -> int:

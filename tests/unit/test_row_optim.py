@@ -110,5 +110,5 @@ def test_rules_equal_torch_optim_while_every_row_is_touched(name: Any, build: An
 def test_adam_without_a_begun_step_is_our_mistake() -> None:
     config = RowOptimizerConfig(name="adam")
     rows_KD = torch.zeros(1, 2, dtype=torch.float64)
-    with pytest.raises(AssertionError, match=r"begin the step"):
+    with pytest.raises(ValueError, match=r"begin the step"):
         update_rows(config, rows_KD, zero_state(config, 1, 2), rows_KD, lr=1.0, num_steps=0)
