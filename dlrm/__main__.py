@@ -19,6 +19,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from dlrm.overrides import for_shell, text_override
 from dlrm.stop import RunStopped
+from dlrm.streams import ready_streams
 
 VERBS = {
     "prepare": "raw files → a prepared dataset folder",
@@ -101,6 +102,7 @@ _NUMBER_OR_BOOL = re.compile(
 
 def main() -> None:
     """Runs the command and exits."""
+    ready_streams()
     # Read once, when torch loads. Threads that spin long at OpenMP's barriers make steps several
     # times slower when another program needs a core; threads that never spin wake up late. A short
     # spin costs little either way (docs/benchmarks.md, "Waiting threads").
@@ -224,6 +226,13 @@ def _report(verb: str, error: Exception, job: str = "") -> int:
         return _fail(job + _explain_override(verb, error), 2)
     if type(error).__module__.split(".")[0] in ("data", "embeddings", "dlrm"):
         return _fail(job + str(error), 2 if isinstance(error, ValueError) else 1)
+    if isinstance(error, RuntimeError) and str(error).startswith("Could not determine home"):
+        # `~` of a user without an entry, as in a container; `data.cache` begins with it.
+        return _fail(
+            f"{job}a path begins with ~, but no home directory is known here: set HOME, or name "
+            "places in full (data.root=, data.cache=)",
+            2,
+        )
     if isinstance(error, OSError) and (error.filename or error.errno in _ENVIRONMENT):
         from dlrm.side_output import describe_os_error
 

@@ -221,6 +221,8 @@ class TrainConfig:
                     )
 
 
+MOST_TIMEOUT_S = 20 * 24 * 3600.0
+"""Of `launch.timeout_s`: system calls count milliseconds, in 31 bits."""
 TRANSPORTS = ("auto", "shared_memory", "sockets", "gloo")
 
 
@@ -253,6 +255,11 @@ class LaunchConfig:
                 raise UserError(f"launch.{name}={value}: must be at least 1")
         if not 0 < self.timeout_s < math.inf:
             raise UserError(f"launch.timeout_s={self.timeout_s:g}: must be a number above 0")
+        if self.timeout_s > MOST_TIMEOUT_S:
+            raise UserError(
+                f"launch.timeout_s={self.timeout_s:g}: must be at most {MOST_TIMEOUT_S:,.0f} "
+                "(20 days)"
+            )
         if self.transport not in TRANSPORTS:
             raise UserError(
                 f"launch.transport={self.transport}: must be one of {', '.join(TRANSPORTS)}"

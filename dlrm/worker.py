@@ -35,6 +35,7 @@ from dlrm.heartbeat import (
     heartbeat_file,
     read_heartbeats,
 )
+from dlrm.streams import ready_streams
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -146,6 +147,7 @@ def main(folder: Path, launcher_pid: int, *, stops_in_order: bool = False) -> No
         stops_in_order: see `launch`.
     """
     _die_with(launcher_pid)
+    ready_streams()
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     heartbeat = Heartbeat(heartbeat_file(folder, rank))
     _handle_signals(folder, rank, stops_in_order=stops_in_order)

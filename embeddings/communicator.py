@@ -245,7 +245,7 @@ class ProcessGroup(Communicator):
 
     Raises:
         PeerLost: by any wait, where another rank is gone or silent for longer than the group's
-            timeout (`launch.timeout_s`).
+            timeout (of a run a week: the watchdog finds who is silent for `launch.timeout_s`).
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:

@@ -11,6 +11,7 @@ import os
 import select
 import socket
 import struct
+import time
 import uuid
 import weakref
 from collections.abc import Callable, Sequence
@@ -36,7 +37,7 @@ _MOST_BYTES = _MESSAGE.size + _MOST_READ * _NUMBER_BYTES
 _CREDENTIALS = struct.Struct("iII")
 _ALIGN_BYTES = 64
 _BACKLOG = 128
-_LONGEST_POLL_MS = 3_600_000.0  # poll takes no more than 31 bits of them.
+_LONGEST_ACCEPT_S = 3600.0  # Milliseconds are counted in 31 bits.
 
 
 def why_not_shared(group: dist.ProcessGroup | None = None) -> str | None:
@@ -278,13 +279,17 @@ class SharedMemory(ProcessGroup):
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
             listener.bind(name)
             listener.listen(_BACKLOG)
-            listener.settimeout(min(self._timeout_s, _LONGEST_POLL_MS / 1e3))
             of_ranks = self.all_gather_object((name, os.getpid()))
             rank_of_pid = {pid: rank for rank, (_, pid) in enumerate(of_ranks) if rank > self.rank}
             for rank in range(self.rank):
                 sockets[rank] = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
                 sockets[rank].connect(of_ranks[rank][0])
+            until_s = time.monotonic() + self._timeout_s  # For all, whoever else connects.
             while len(sockets) < self.world_size - 1:
+                left_s = until_s - time.monotonic()
+                if left_s <= 0:
+                    raise TimeoutError("timed out")
+                listener.settimeout(min(left_s, _LONGEST_ACCEPT_S))
                 connected, _ = listener.accept()
                 accepted = rank_of_pid.pop(_pid_of(connected), None)
                 if accepted is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _multiprocessing
 import contextlib
 import itertools
 import os
@@ -19,6 +20,8 @@ import torch.distributed as dist
 
 from data.errors import UserError
 from dlrm.bench.network import measure_link, read_sent_bytes
+from dlrm.build import communicator
+from dlrm.config import LaunchConfig
 from dlrm.launch import WorkerContext
 from dlrm.stop import StopRequest
 
@@ -124,6 +127,36 @@ def open_ports(context: WorkerContext) -> list[str]:
     found = [r[1].split(":")[0] for r in rows if len(r) > 9 and r[3] == "0A" and r[9] in sockets]
     sum_of_ranks(context)
     return found
+
+
+def print_to_nobody(context: WorkerContext) -> str:
+    """Every rank prints, rank 0 long after whoever read its lines has gone."""
+    sys.stdout.write(f"rank {context.rank} … here\n")
+    sys.stdout.flush()
+    sum_of_ranks(context)
+    for _ in range(1000):
+        sys.stdout.write("more and more\n" * 100)
+        sys.stdout.flush()
+    sum_of_ranks(context)
+    return "done"
+
+
+def without_semaphores(context: WorkerContext) -> list[str]:
+    """Collectives of each transport in a process that can't have a POSIX semaphore; returns the
+    transports."""
+    _multiprocessing.SemLock = no_semaphore  # type: ignore[attr-defined]
+    found = []
+    for transport in ("shared_memory", "sockets", "gloo"):
+        comm = communicator(context, LaunchConfig(nproc=2, transport=transport, timeout_s=20.0))
+        total = comm.all_reduce("dense", torch.ones(1)).wait()
+        assert comm.all_gather_object(int(total)) == [2, 2]
+        found.append(comm.transport)
+    return found
+
+
+def no_semaphore(*args: Any) -> None:
+    """What `SemLock` does where /dev/shm is read-only."""
+    raise OSError(30, "Read-only file system")
 
 
 def leave(context: WorkerContext) -> None:

@@ -45,6 +45,9 @@ except KeyboardInterrupt:
 """
 
 
+READY = "from dlrm.streams import ready_streams\nready_streams()\n"
+
+
 def start_launcher(folder: Path, entry: str, *args: Any) -> subprocess.Popen[str]:
     """Starts `LAUNCHER`; what it leaves when it is killed goes with `folder`."""
     return start_python("-c", LAUNCHER, entry, repr(args), TMPDIR=str(folder))
@@ -266,6 +269,32 @@ def test_f31_a_run_on_one_host_listens_on_loopback_only(tmp_path: Path, forked: 
     found = launch(entries.open_ports, (), LaunchConfig(nproc=2), tmp_path)
     assert found, "the launcher has a store, at least"
     assert set(found) == {"0100007F"}, "127.0.0.1"
+
+
+@pytest.mark.processes
+def test_f20_neither_launcher_nor_ranks_need_semaphores(
+    tmp_path: Path, forked: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They lie in /dev/shm, which may be full, tiny or read-only; memory that is shared doesn't."""
+    monkeypatch.setattr("_multiprocessing.SemLock", entries.no_semaphore)
+    found = launch(entries.without_semaphores, (), LaunchConfig(nproc=2), tmp_path)
+    assert found == ["shared memory", "sockets", "gloo"]
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_f34_ranks_go_on_when_nobody_reads_what_they_print(tmp_path: Path) -> None:
+    """`dlrm train launch.nproc=2 | head -1`, at a terminal that knows ASCII only."""
+    code = LAUNCHER.replace("import signal\n", "import signal\n" + READY, 1)
+    more = {"TMPDIR": str(tmp_path), "PYTHONIOENCODING": "ascii"}
+    launcher = start_python("-c", code, "print_to_nobody", "()", **more)
+    assert launcher.stdout is not None
+    assert launcher.stderr is not None
+    with launcher:
+        assert "\\u2026 here" in launcher.stdout.readline()
+        launcher.stdout.close()
+        assert launcher.stderr.read() == ""
+        assert launcher.wait(timeout=60) == 0
 
 
 @pytest.mark.slow

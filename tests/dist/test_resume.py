@@ -233,6 +233,27 @@ def test_a_signal_ends_a_run_in_order_and_the_printed_command_goes_on(
     assert_ends_as(run_dir, expected)
 
 
+@pytest.mark.slow
+@pytest.mark.processes
+def test_f12_a_signal_to_everybody_ends_a_run_in_order(
+    runs: Runs, undisturbed: Callable[[int], Path], folder: Path
+) -> None:
+    """As service managers and batch systems send it: workers first, then the launcher."""
+    undisturbed(2)
+    run_dir = folder / "everybody"
+    process = runs.start("command.py", "train", *RUN, "launch.nproc=2", f"hydra.run.dir={run_dir}")
+    await_step(process, run_dir, 10)
+    workers = workers_of(process)
+    for pid in (*workers.values(), process.pid):
+        os.kill(pid, signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 143, err
+    assert "Traceback" not in err
+    step = read_result(run_dir)["stopped"]["step"]
+    assert latest(run_dir).name == f"step-{step:06d}"
+    assert not any(map(is_alive, workers.values()))
+
+
 def test_a_second_signal_ends_at_once(
     runs: Runs, undisturbed: Callable[[int], Path], folder: Path
 ) -> None:

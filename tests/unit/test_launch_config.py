@@ -59,6 +59,7 @@ def torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"timeout_s": -1.0}, "launch.timeout_s=-1"),
         ({"timeout_s": float("nan")}, "launch.timeout_s=nan"),
         ({"timeout_s": float("inf")}, "launch.timeout_s=inf"),
+        ({"timeout_s": 1e15}, "launch.timeout_s=1e+15: must be at most 1,728,000 (20 days)"),
         ({"device": "tpu"}, "launch.device=tpu"),
         (
             {"nproc": 2, "transport": "nccl"},

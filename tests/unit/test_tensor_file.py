@@ -342,3 +342,27 @@ def test_a_write_that_fails_names_the_file(
     assert caught.value.filename == str(path)
     if at == "write":
         assert path.stat().st_size == 4096, "as much as fitted"
+
+
+def test_f23_a_file_system_without_allocation_and_advice_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both only help; a full disk is still told at once."""
+
+    def refuse(*_: int) -> None:
+        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    monkeypatch.setattr(os, "posix_fadvise", refuse)
+    expected = random_tensor((300, 7), torch.float32)
+    with small_blocks():
+        digest = write_tensors(tmp_path / "t", {"t": expected})
+        assert_same(TensorFile(tmp_path / "t", digest).read("t"), expected)
+
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OSError, match="No space left") as caught:
+        write_tensors(tmp_path / "u", {"t": expected})
+    assert caught.value.filename == str(tmp_path / "u")
