@@ -19,6 +19,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from dlrm.overrides import for_shell, text_override
 from dlrm.stop import RunStopped
+from dlrm.streams import keep_streams
 
 VERBS = {
     "prepare": "raw files → a prepared dataset folder",
@@ -101,6 +102,7 @@ _NUMBER_OR_BOOL = re.compile(
 
 def main() -> None:
     """Runs the command and exits."""
+    keep_streams()
     # Read once, when torch loads. Threads that spin long at OpenMP's barriers make steps several
     # times slower when another program needs a core; threads that never spin wake up late. A short
     # spin costs little either way (docs/benchmarks.md, "Waiting threads").
