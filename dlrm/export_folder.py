@@ -46,8 +46,10 @@ class ExportFolder:
         try:
             with naming(path), WholeFile(path) as sink:
                 yield sink
-        finally:
-            path.with_name(name + ".partial").unlink(missing_ok=True)
+        except BaseException:
+            with suppress(OSError):
+                path.with_name(name + ".partial").unlink(missing_ok=True)
+            raise
         self.files.append({"file": name, "bytes": sink.num_bytes, "sha256": sink.sha256})
 
     def take(self, written: Path, name: str) -> None:
@@ -71,7 +73,8 @@ class ExportFolder:
         if error is None:
             return
         for entry in self.files:
-            (self.path / entry["file"]).unlink(missing_ok=True)
+            with suppress(OSError):  # What failed is told; the others are to go all the same.
+                (self.path / entry["file"]).unlink(missing_ok=True)
         if self._is_new:
             with suppress(OSError):
                 self.path.rmdir()

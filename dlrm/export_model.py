@@ -6,6 +6,7 @@ bag's mean is its (weighted) sum over its number of ids, as everywhere here.
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import closing
@@ -20,6 +21,7 @@ from torch.export import Dim
 
 from data.batch import Batch
 from data.errors import UserError
+from data.files import naming
 from data.manifest import Manifest
 from data.parquet import Order, PreparedDataset
 from data.schema import Feature
@@ -154,7 +156,7 @@ def export_model(
     del exportable
     with TemporaryDirectory(prefix=".model-", dir=folder.path) as work:
         path = Path(work) / MODEL_FILE
-        torch.export.save(program, path)
+        _save(program, path)
         del program
         logits = list(_exported_logits(path, dataset, part, num_samples, trained))
         difference = _largest_difference(logits, expected)
@@ -241,6 +243,50 @@ def _export(model: ExportableModel, dataset: PreparedDataset) -> torch.export.Ex
         return torch.export.export(
             model, (dense_BN, inputs), dynamic_shapes=({0: batch}, shapes), strict=False
         )
+
+
+def _save(program: torch.export.ExportedProgram, path: Path) -> None:
+    """Writes the program's file.
+
+    Raises:
+        OSError: naming the file, where it can't be written.
+    """
+    with naming(path), open(path, "wb", buffering=0) as opened:
+        sink: Any = _PatientSink(opened)
+        torch.export.save(program, sink)
+        sink.raise_if_failed()
+
+
+class _PatientSink(io.RawIOBase):
+    """A file for torch to write to: where that fails, it is told afterwards. (torch's writer ends
+    the process when a write fails while it is being destroyed.)"""
+
+    def __init__(self, file: io.FileIO) -> None:
+        self._file = file
+        self._error: OSError | None = None
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        """Appends `data`, unless something failed before."""
+        view = memoryview(data).cast("B")
+        written = 0
+        while self._error is None and written < len(view):
+            try:
+                written += self._file.write(view[written:])
+            except OSError as error:
+                self._error = error
+        return len(view)
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """torch goes back to the start when it is done."""
+        return self._file.seek(offset, whence)
+
+    def raise_if_failed(self) -> None:
+        """Raises what the first failed write met."""
+        if self._error is not None:
+            raise self._error
 
 
 def _batches(trained: TrainedModel, part: str, num_samples: int) -> Iterator[Batch]:
