@@ -84,6 +84,7 @@ class RawReader:
         self.schema = schema
         self.labelled = labelled
         self.features: tuple[Feature, ...] = resolve_features(schema)
+        self._integers = [f.name for f in self.features if is_plain_int(f)]
         self._used = used_columns(schema, with_label=labelled)
 
     def slices(self, path: Path, hasher: Any = None) -> Iterator[RawSlice]:
@@ -182,8 +183,8 @@ class RawReader:
         if not form.trim:
             types.update(dict.fromkeys(self.schema.dense, pa.float64()))
             # The parser would take 0x1f for a whole number.
-            if not _may_hold_0x(payload):
-                types.update({f.name: pa.int64() for f in self.features if is_plain_int(f)})
+            if self._integers and not _may_hold_0x(payload):
+                types.update(dict.fromkeys(self._integers, pa.int64()))
         return pa_csv.read_csv(
             pa.BufferReader(payload),
             read_options=pa_csv.ReadOptions(
@@ -216,7 +217,7 @@ class RawReader:
         arrays = {name: combine(table[name]) for name in self._used}
         if self.schema.format.trim:
             arrays = {name: self._trimmed(name, values) for name, values in arrays.items()}
-        for name in {f.name for f in self.features if is_plain_int(f)}:
+        for name in self._integers:
             if pa.types.is_string(arrays[name].type):
                 arrays[name] = pc.utf8_trim(arrays[name], " \t")
         return self._block(arrays, table.num_rows)

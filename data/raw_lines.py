@@ -164,7 +164,8 @@ def delimiter_hint(line: str, schema: Schema) -> str:
 def header_problem(names: list[str], absent: list[str], line: bytes, schema: Schema) -> str:
     """Why a header line isn't one of this schema."""
     text = line.decode("utf-8", errors="replace").rstrip("\r")
-    shown = ", ".join(names) if len(", ".join(names)) <= 300 else f"{', '.join(names)[:300]}…"
+    shown = ", ".join(name if name.isprintable() else repr(name) for name in names)
+    shown = shown if len(shown) <= 300 else f"{shown[:300]}…"
     message = f"the header has no column {', '.join(absent)}; it names {shown}"
     if len(names) == 1:
         return message + delimiter_hint(text, schema)
@@ -174,7 +175,8 @@ def header_problem(names: list[str], absent: list[str], line: bytes, schema: Sch
             "; this file seems to have no header: data.schema.format.header=true holds for all "
             "files"
         )
-    near = [difflib.get_close_matches(name, names, n=1) for name in absent]
+    printable = [name for name in names if name.isprintable()]
+    near = [difflib.get_close_matches(name, printable, n=1) for name in absent]
     return message + (f"; did you mean {near[0][0]}?" if near[0] else "")
 
 

@@ -222,10 +222,15 @@ def _report(verb: str, error: Exception, job: str = "") -> int:
     import hydra.errors
     import omegaconf.errors
 
+    from dlrm.config_hints import yaml_problem
+
     if isinstance(error, (hydra.errors.HydraException, omegaconf.errors.OmegaConfBaseException)):
         return _fail(job + _explain_override(verb, error), 2)
     if type(error).__module__.split(".")[0] in ("data", "embeddings", "dlrm"):
         return _fail(job + str(error), 2 if isinstance(error, ValueError) else 1)
+    problem = yaml_problem(error)
+    if problem:
+        return _fail(job + problem, 2)
     if isinstance(error, RuntimeError) and str(error).startswith("Could not determine home"):
         # `~` of a user without an entry, as in a container; `data.cache` begins with it.
         return _fail(
@@ -357,6 +362,8 @@ def _explain_override(verb: str, error: Exception) -> str:
     """Hydra's message without its internals and, for an unknown key, the keys that look like it."""
     from hydra.errors import OverrideParseException
 
+    from dlrm.config_hints import config_hint
+
     cause = error.__cause__
     text = str(error)
     if isinstance(error, OverrideParseException):
@@ -385,7 +392,7 @@ def _explain_override(verb: str, error: Exception) -> str:
             message += f"\nto add an entry, put + in front: +{unknown[1]}=…"
         elif near:
             message += f"\ndid you mean {', '.join(near)}?"
-    return message
+    return message + config_hint(text)
 
 
 def _how_to_quote(override: str) -> str:

@@ -31,12 +31,14 @@ def run_prepare(config: PrepareRun, run_dir: Path, say: Callable[[str], None] = 
     with PrepareDisplay() as display:
         manifest = make_dataset(data, Path.cwd(), display)
     root = dataset_root(data, Path.cwd())
+    if manifest.inputs:
+        say(describe_inputs(manifest))
     for name, part in manifest.parts.items():
         rate = "no rows" if part.label_rate is None else f"label rate {part.label_rate:.4f}"
         say(f"{name:<7} {part.rows:>13,} rows  {rate}")
     rows = sum(manifest.table_rows.values())
     say(f"tables  {len(manifest.table_rows)} with {rows:,} rows")
-    for line in hashed_tables(manifest):
+    for line in [*hashed_tables(manifest), *single_id_bags(manifest)]:
         say(line)
     blank_lines = sum(i.blank_lines for i in manifest.inputs)
     if blank_lines:
@@ -48,6 +50,32 @@ def run_prepare(config: PrepareRun, run_dir: Path, say: Callable[[str], None] = 
             shown = ", ".join(f"{feature} {share:.1%}" for feature, share in worst)
             say(f"note    {name}: ids without a row of their own, most in {shown}")
     say(f"dataset {root}  (digest {manifest.digest()[:12]})")
+
+
+def describe_inputs(manifest: Manifest) -> str:
+    """How many files and rows were read, and how they were divided."""
+    rows = sum(i.rows for i in manifest.inputs)
+    orders = {
+        "in_order": "the last rows of the last files validate and test",
+        "by_file": "the last files validate and test",
+        "random": "each row by chance",
+        "given": "as given",
+    }
+    kind = manifest.schema.split.kind
+    names = [i.file for i in manifest.inputs]
+    shown = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+    return f"files   {len(names):,} with {rows:,} rows: {shown}; split {kind}: {orders[kind]}"
+
+
+def single_id_bags(manifest: Manifest) -> list[str]:
+    """A note for each column with a separator that seems to stand in no field, a line each."""
+    rows = sum(part.rows for part in manifest.parts.values())
+    return [
+        f"note    {f.name}: {ids:,} ids in {rows:,} rows, so hardly a bag holds two; is "
+        f"data.schema.sparse.{f.name}.separator={f.separator!r} right?"
+        for f in manifest.features
+        if f.separator and (ids := sum(p.ids[f.name] for p in manifest.parts.values())) <= rows
+    ]
 
 
 def hashed_tables(manifest: Manifest) -> list[str]:

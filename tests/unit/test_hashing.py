@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +18,9 @@ from data.manifest import Manifest, load_manifest
 from data.raw_batches import load_row_mapper, raw_batches
 from data.schema import RawFormat, Schema, SparseColumn, Split
 from data.write_pass import PartTally
+from dlrm.config import WarmStartConfig
 from dlrm.prepare import hashed_tables
+from dlrm.warm_start_rows import RowMatcher
 
 Prepare = Callable[..., Manifest]
 Digests = Callable[[Path], dict[str, str]]
@@ -127,3 +131,23 @@ def test_f05_distinct_keys_are_counted_in_any_order(num_keys: int) -> None:
     assert one.estimate() == other.estimate()
     exact = num_keys < 1 << 14
     assert abs(one.estimate() - num_keys) <= (0 if exact else 0.04 * num_keys)
+
+
+@pytest.mark.parametrize("fields", [("hash_rule",), ()], ids=["older checkpoint", "same rule"])
+def test_f05_a_warm_start_across_the_rules_is_refused(
+    fields: tuple[str, ...], prepare_files: Prepare
+) -> None:
+    """A checkpoint from before keys were mixed has its ids on other rows."""
+    manifest = prepare_files(schema(11), {"raw": lines(list(range(20)))})
+    stored = asdict(manifest.features[0])
+    for name in fields:
+        del stored[name]
+    info: Any = SimpleNamespace(
+        values={"features": [stored], "data_digest": "another"},
+        tables={"item": SimpleNamespace(rows=11)},
+    )
+    dataset: Any = SimpleNamespace(manifest=manifest)
+    found = RowMatcher(info, dataset, WarmStartConfig()).rule_differences(["item"])
+    assert bool(found) is bool(fields)
+    if fields:
+        assert "hash_rule is mixed, stored modulo" in found["item"]
