@@ -4,7 +4,6 @@ errors into exit statuses: 2 for the user's mistakes (one message, no traceback)
 from __future__ import annotations
 
 import argparse
-import difflib
 import errno
 import os
 import re
@@ -95,6 +94,7 @@ _PLACES = {
 _HYDRA_TEXT_KEYS = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir", "hydra.job.name")
 # Dictionaries whose entries users name; what may be new in them needs no `+`.
 _ENTRIES_BY_NAME = ("sharding.tables.", "model.table_dims.")
+_PLAIN_NAME = re.compile(r"[\w./\-+$%*@?|]+", re.ASCII)
 _NUMBER_OR_BOOL = re.compile(
     r"[+-]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)(e[+-]?\d+)?|[+-]?(inf|nan)|true|false", re.IGNORECASE
 )
@@ -221,16 +221,16 @@ def _report(verb: str, error: Exception, job: str = "") -> int:
     status that goes with it."""
     import hydra.errors
     import omegaconf.errors
+    import yaml
 
-    from dlrm.config_hints import yaml_problem
+    from dlrm.config_errors import explain, explain_yaml
 
+    if isinstance(error, yaml.YAMLError):
+        return _fail(job + explain_yaml(error), 2)
     if isinstance(error, (hydra.errors.HydraException, omegaconf.errors.OmegaConfBaseException)):
-        return _fail(job + _explain_override(verb, error), 2)
+        return _fail(job + explain(verb, error), 2)
     if type(error).__module__.split(".")[0] in ("data", "embeddings", "dlrm"):
         return _fail(job + str(error), 2 if isinstance(error, ValueError) else 1)
-    problem = yaml_problem(error)
-    if problem:
-        return _fail(job + problem, 2)
     if isinstance(error, RuntimeError) and str(error).startswith("Could not determine home"):
         # `~` of a user without an entry, as in a container; `data.cache` begins with it.
         return _fail(
@@ -320,8 +320,23 @@ def _fail(message: str, status: int) -> int:
 
 def add_entry(argument: str) -> str:
     """An override of an entry by name, such as `sharding.tables.C1.layout=…`, in Hydra's form for
-    entries that may be new: without it every user would have to know when to write a `+`."""
-    return f"++{argument}" if argument.startswith(_ENTRIES_BY_NAME) else argument
+    entries that may be new: without it every user would have to know when to write a `+`.
+
+    A name that Hydra takes in no key, such as one with a colon, becomes a key of a dictionary.
+    """
+    bare = argument.lstrip("+")
+    key, equals, value = bare.partition("=")
+    group = next((g for g in _ENTRIES_BY_NAME if f"{key}.".startswith(g)), None)
+    if group is None or not equals:
+        return argument
+    name = key.removeprefix(group)
+    if f"{key}." == group or _PLAIN_NAME.fullmatch(name):
+        return argument if argument != bare else f"++{argument}"
+    if group == "sharding.tables.":
+        name, _, setting = name.rpartition(".")
+        value = f"{{{setting}:{value}}}"
+    escaped = re.sub(r"([\\()\[\]{}:=, \t])", r"\\\1", name)
+    return f"++{group[:-1]}={{{escaped}:{value}}}"
 
 
 def _keep_text(verb: str, argument: str) -> str:
@@ -356,70 +371,6 @@ def _is_text(verb: str, key: str) -> bool:
         if type(None) in get_args(kind):
             kind = next(k for k in get_args(kind) if k is not type(None))
     return kind in (str, Any, list[str])
-
-
-def _explain_override(verb: str, error: Exception) -> str:
-    """Hydra's message without its internals and, for an unknown key, the keys that look like it."""
-    from hydra.errors import OverrideParseException
-
-    from dlrm.config_hints import config_hint
-
-    cause = error.__cause__
-    text = str(error)
-    if isinstance(error, OverrideParseException):
-        reason = text.splitlines()[0]
-        return (
-            f"can't read {error.override!r}: {reason}\nan override is key=value; "
-            + _how_to_quote(error.override)
-        )
-    if ambiguous := re.match(r"Ambiguous value for argument '(.*)'\n", text):
-        return (
-            f"{ambiguous[1]}: several values; a list is key=[a,b], several jobs are -m key=a,b; "
-            + _how_to_quote(ambiguous[1])
-        )
-    if cause is not None and str(cause) and str(cause) not in text:
-        text = f"{text}\n{cause}"
-    internal = ("object_type=", "reference_type=")
-    lines = [line for line in text.splitlines() if not line.strip().startswith(internal)]
-    lines = [line for line in lines if "To append to your config" not in line]
-    if "Config search path:" in lines:
-        lines = lines[: lines.index("Config search path:")]
-    message = "\n".join(line.rstrip() for line in lines if line.strip())
-    unknown = re.search(r"Could not override '([^']+)'", text)
-    if unknown:
-        near = difflib.get_close_matches(unknown[1], _known_keys(verb), n=3)
-        if "reference_type=Dict" in text:
-            message += f"\nto add an entry, put + in front: +{unknown[1]}=…"
-        elif near:
-            message += f"\ndid you mean {', '.join(near)}?"
-    return message + config_hint(text)
-
-
-def _how_to_quote(override: str) -> str:
-    key, equals, text = override.partition("=")
-    if not equals or not text or text[0] in "'\"[{":
-        return "put quotes around a value with special characters: \"key='a=b'\""
-    # As typed, in a shell that hands on the inner quotes.
-    return f"for that text as it is, put quotes around it: {for_shell(text_override(key, text))}"
-
-
-def _known_keys(verb: str) -> list[str]:
-    from omegaconf import OmegaConf
-
-    from dlrm.config import RUN_CONFIGS
-
-    def walk(node: Any, prefix: str) -> list[str]:
-        keys = []
-        for key in node:
-            name = f"{prefix}{key}"
-            keys.append(name)
-            if OmegaConf.is_missing(node, key):
-                continue
-            if OmegaConf.is_dict(node[key]):
-                keys += walk(node[key], f"{name}.")
-        return keys
-
-    return walk(OmegaConf.structured(RUN_CONFIGS[verb]), "")
 
 
 def _foreign_packages() -> str | None:

@@ -6,6 +6,7 @@ and nothing below `dlrm/__main__.py` knows of Hydra or OmegaConf.
 
 from __future__ import annotations
 
+import difflib
 import math
 import warnings
 from collections.abc import Iterator
@@ -628,8 +629,27 @@ def to_config(composed: DictConfig) -> Any:
     """
     config = OmegaConf.to_object(composed)
     for key in _unread_keys(config, ""):
-        raise UserError(f"{key}: there is no such key, and `+` can't add one")
+        near = difflib.get_close_matches(key, known_keys(type(config)), n=3)
+        hint = f"; did you mean {', '.join(near)}?" if near else ""
+        raise UserError(f"{key}: there is no such key, and `+` can't add one{hint}")
     return config
+
+
+def known_keys(run_config: type) -> list[str]:
+    """Every key of a verb's configuration, groups of keys too."""
+
+    def walk(node: Any, prefix: str) -> list[str]:
+        keys = []
+        for key in node:
+            name = f"{prefix}{key}"
+            keys.append(name)
+            if OmegaConf.is_missing(node, key):
+                continue
+            if OmegaConf.is_dict(node[key]):
+                keys += walk(node[key], f"{name}.")
+        return keys
+
+    return walk(OmegaConf.structured(run_config), "")
 
 
 def _unread_keys(config: Any, prefix: str) -> Iterator[str]:

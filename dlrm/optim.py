@@ -118,9 +118,14 @@ class ScheduleConfig:
     """Exponent of the decay; 1 is linear."""
     end_factor: float = 0.0
     """The decay stops at this factor, which holds from there on."""
+    warmup_share: float | None = None
+    """`warmup_steps` as a share of the run's steps, 0 to 1; null: `warmup_steps` says it."""
+    decay_share: float | None = None
+    """`decay_steps` as a share of the run's steps, 0 to 1; null: `decay_steps` says it."""
 
     def __post_init__(self) -> None:
         key = "optim.schedule"
+        self._check_shares()
         _check_at_least_0(
             key,
             warmup_steps=self.warmup_steps,
@@ -131,12 +136,13 @@ class ScheduleConfig:
             raise UserError(f"{key}.decay_power={self.decay_power}: must be above 0 and finite")
         if not 0 <= self.end_factor <= 1:
             raise UserError(f"{key}.end_factor={self.end_factor}: must be between 0 and 1")
-        if self.decay_steps > 0:
+        if self.decay_steps > 0 or self.decay_share:
             return
         if self.hold_steps is not None:
             raise UserError(
                 f"{key}.hold_steps={self.hold_steps} says when the decay begins, but there is "
-                f"none: set {key}.decay_steps above 0, or {key}.hold_steps=null"
+                f"none: set {key}.decay_steps or {key}.decay_share above 0, or "
+                f"{key}.hold_steps=null"
             )
         for name in ("decay_power", "end_factor"):
             value = getattr(self, name)
@@ -144,6 +150,59 @@ class ScheduleConfig:
                 warnings.warn(
                     f"{key}.{name}={value} is ignored: {key}.decay_steps is 0", stacklevel=3
                 )
+
+    def _check_shares(self) -> None:
+        key = "optim.schedule"
+        shares = {"warmup": self.warmup_share, "decay": self.decay_share}
+        for name, share in shares.items():
+            if share is None:
+                continue
+            if not 0 <= share <= 1:
+                raise UserError(
+                    f"{key}.{name}_share={share}: must be between 0 and 1, a share of the run's "
+                    f"steps ({key}.{name}_steps is their number)"
+                )
+            if steps := getattr(self, f"{name}_steps"):
+                raise UserError(
+                    f"{key}.{name}_steps={steps} and {key}.{name}_share={share} say the same in "
+                    "two ways: set one of them"
+                )
+        warmup, decay = (share or 0.0 for share in shares.values())
+        if warmup + decay > 1:
+            raise UserError(
+                f"{key}.warmup_share={warmup} and {key}.decay_share={decay} are more than the "
+                "whole run together: lower one of them"
+            )
+
+    def in_steps(self, total_steps: int | None) -> ScheduleConfig:
+        """The same with steps in place of shares, rounded; a share above 0 is a step at least.
+
+        Args:
+            total_steps: steps of the run; None where it isn't known in advance.
+
+        Raises:
+            UserError: for a share of an unknown number.
+        """
+        if self.warmup_share is None and self.decay_share is None:
+            return self
+        if total_steps is None:
+            raise UserError(
+                "optim.schedule.warmup_share and decay_share are shares of the run's steps, whose "
+                "number isn't known: set warmup_steps and decay_steps, or train.max_steps"
+            )
+        warmup, decay = self.warmup_steps, self.decay_steps
+        if self.warmup_share is not None:
+            warmup = _steps_of(self.warmup_share, total_steps)
+        if self.decay_share is not None:
+            decay = _steps_of(self.decay_share, total_steps)
+            # Two that are rounded up may be one step too many together.
+            if self.warmup_share is not None and self.hold_steps is None:
+                decay = min(decay, total_steps - warmup)
+        # A decay that is no step long: nothing is left of the hold before it.
+        hold = self.hold_steps if decay else None
+        end = self.end_factor if decay else 0.0
+        power = self.decay_power if decay else ScheduleConfig.decay_power
+        return ScheduleConfig(warmup, hold, decay, power, end)
 
 
 @dataclass
@@ -227,7 +286,8 @@ class Schedule:
 
     The shape is that of NVIDIA's DLRM (DeepLearningExamples) and of facebookresearch/dlrm's
     `LRPolicyScheduler`; the latter's warm-up starts at 0. Where `hold_steps` is null the hold lasts
-    until the decay, if any, ends with the run.
+    until the decay, if any, ends with the run. Shares are taken of the whole run, of a resumed one
+    too: of as many steps as it will have had at its end.
 
     Args:
         config: the settings.
@@ -238,7 +298,7 @@ class Schedule:
     """
 
     def __init__(self, config: ScheduleConfig, total_steps: int | None) -> None:
-        self._config = config
+        self._config = config = config.in_steps(total_steps)
         hold_steps = config.hold_steps
         if hold_steps is None and config.decay_steps > 0:
             if total_steps is None:
@@ -254,15 +314,37 @@ class Schedule:
                     f"{total_steps} steps: lower one of them, or set optim.schedule.hold_steps"
                 )
         self._decay_begin = None if hold_steps is None else config.warmup_steps + hold_steps
-        if self._decay_begin is not None and total_steps is not None:
-            end = self._decay_begin + config.decay_steps
-            if end < total_steps and config.decay_steps and config.end_factor == 0:
-                warnings.warn(
-                    f"optim.schedule ends at step {end:,}: the last {total_steps - end:,} of "
-                    f"{total_steps:,} steps have learning rate 0; raise decay_steps or hold_steps, "
-                    "or set end_factor",
-                    stacklevel=2,
-                )
+        if total_steps is not None:
+            self._warn_of_length(total_steps)
+
+    def _warn_of_length(self, total_steps: int) -> None:
+        """Warns of a schedule made for another run; said once, however often it is built."""
+        config, begin = self._config, self._decay_begin
+        if config.warmup_steps > total_steps:
+            warnings.warn(
+                f"optim.schedule.warmup_steps={config.warmup_steps:,} exceeds the run's "
+                f"{total_steps:,} steps: the learning rates get no further than "
+                f"{total_steps / config.warmup_steps:.0%} of optim.dense.lr and optim.sparse.lr; "
+                "lower it, or set optim.schedule.warmup_share, a share of the run, instead",
+                stacklevel=1,
+            )
+        elif begin is not None and begin >= total_steps:
+            warnings.warn(
+                f"optim.schedule: the decay would begin at step {begin:,}, after the run's "
+                f"{total_steps:,} steps; lower optim.schedule.hold_steps, or set it to null: the "
+                "decay then ends with the run",
+                stacklevel=1,
+            )
+        if begin is None:
+            return
+        end = begin + config.decay_steps
+        if end < total_steps and config.decay_steps and config.end_factor == 0:
+            warnings.warn(
+                f"optim.schedule ends at step {end:,}: the last {total_steps - end:,} of "
+                f"{total_steps:,} steps have learning rate 0; raise decay_steps or hold_steps, "
+                "or set end_factor",
+                stacklevel=1,
+            )
 
     def factor(self, step: int) -> float:
         """Factor at `step`, counted from 0 over the whole training (resumed parts included)."""
@@ -357,6 +439,10 @@ def _sum_of_squares(grads: Iterable[Tensor]) -> Tensor:
         square = torch.linalg.vector_norm(grad, dtype=dtype).double().square()
         total = square if index == 0 else total + square.to(total.device)
     return total
+
+
+def _steps_of(share: float, total_steps: int) -> int:
+    return max(round(share * total_steps), 1) if share > 0 else 0
 
 
 def _check_at_least_0(key: str, **values: float | None) -> None:

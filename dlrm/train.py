@@ -234,6 +234,8 @@ def _make_task(
             f"note    data.batch_size={config.data.batch_size} on {world_size} ranks: ranks share "
             f"{NUM_LANES} lanes of samples, so in many steps some of them get no samples"
         )
+    if (note := overfitting_note(config, dataset)) is not None:
+        say(note)
     layout = make_plan(config, dataset, world_size, ranks_per_host=ranks_per_host)
     layout = begin.layout(config, layout, say)
     check_tables_fit(config, dataset, layout.plan, ranks_per_host or world_size)
@@ -363,6 +365,24 @@ def _announce_data(config: TrainRun, dataset: PreparedDataset, say: Callable[[st
     if manifest.synthetic is not None:
         say("data    SYNTHETIC, drawn from a known teacher: results say nothing about real clicks")
     say(f"data    {config.data.name}: {sizes} rows; {dataset.root}")
+
+
+def overfitting_note(config: TrainRun, dataset: PreparedDataset) -> str | None:
+    """What to know before several epochs without a valid part: nothing tells when the model has
+    learnt the training rows by heart. None where there is nothing to say."""
+    if config.train.epochs == 1 or dataset.num_rows("valid"):
+        return None
+    kind = dataset.manifest.schema.split.kind
+    how = "set data.schema.split.valid=0.1 and prepare again"
+    if kind == "given":
+        how = "name its files with data.raw_valid="
+    elif kind == "by_file":
+        how = "set data.schema.split.valid=0.5 and prepare again"
+    return (
+        f"note    train.epochs={config.train.epochs} and no valid part: the model after the last "
+        "epoch is the one that is tested, also where it fits new rows worse than an earlier one; "
+        f"to keep the best one, {how}"
+    )
 
 
 def _announce_plan(task: TrainTask, say: Callable[[str], None]) -> None:

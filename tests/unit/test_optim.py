@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import warnings
 from typing import Any
 
 import pytest
@@ -229,6 +230,65 @@ def test_schedule_rises_holds_and_falls(
     assert values[warmup : top + 1] == [1.0] * (hold + 1)
     assert values[top:] == sorted(values[top:], reverse=True)
     assert values[-1] == end
+
+
+def test_f45_shares_of_the_run_are_steps_of_it() -> None:
+    config = ScheduleConfig(warmup_share=0.2, decay_share=0.5, decay_power=1.0)
+    expected = ScheduleConfig(warmup_steps=2, decay_steps=5, decay_power=1.0)
+    assert factors(config, 10, 12) == factors(expected, 10, 12)
+    # A resumed run's whole length counts, not what is left of it; a run of one step has a rate.
+    assert factors(config, 100, 100) == factors(ScheduleConfig(20, None, 50, 1.0), 100, 100)
+    assert factors(ScheduleConfig(warmup_share=0.01), 1, 1) == [1.0]
+    assert factors(ScheduleConfig(decay_share=0.0, warmup_share=0.0), 3, 3) == [1.0] * 3
+    with pytest.raises(ValueError, match="isn't known"):
+        Schedule(config, None)
+
+
+@given(
+    warmup=st.floats(0, 0.9),
+    decay=st.floats(0.001, 1),
+    total=st.integers(1, 300),
+    power=st.floats(1, 3),
+)
+def test_f45_shares_fit_into_any_run(warmup: float, decay: float, total: int, power: float) -> None:
+    decay = min(decay, 0.99 - warmup)
+    config = ScheduleConfig(warmup_share=warmup, decay_share=decay, decay_power=power)
+    values = factors(config, total, total)
+    assert all(0 < value <= 1 for value in values)
+    top = values.index(max(values))
+    assert values[: top + 1] == sorted(values[: top + 1])
+    assert values[top:] == sorted(values[top:], reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"warmup_share": 1.5}, r"warmup_share=1\.5: must be between 0 and 1"),
+        ({"decay_share": 300.0}, r"decay_share=300\.0: .* \(optim\.schedule\.decay_steps is"),
+        ({"decay_share": float("nan")}, r"decay_share=nan"),
+        ({"warmup_steps": 3, "warmup_share": 0.1}, r"warmup_steps=3 and .*warmup_share=0\.1 say"),
+        ({"decay_steps": 3, "decay_share": 0.1}, r"decay_steps=3 and .*decay_share=0\.1 say"),
+        ({"warmup_share": 0.6, "decay_share": 0.6}, r"more than the whole run together"),
+    ],
+)
+def test_f45_bad_shares_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ScheduleConfig(**settings)
+
+
+def test_c14_a_warm_up_longer_than_the_run_is_told() -> None:
+    with pytest.warns(UserWarning, match=r"warmup_steps=2,000 exceeds the run's 100 .* than 5%"):
+        Schedule(ScheduleConfig(warmup_steps=2000), 100)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Schedule(ScheduleConfig(warmup_steps=100), 100)
+        Schedule(ScheduleConfig(warmup_steps=2000), None)
+
+
+def test_c14_a_decay_that_never_begins_is_told() -> None:
+    config = ScheduleConfig(warmup_steps=10, hold_steps=990, decay_steps=50)
+    with pytest.warns(UserWarning, match=r"begin at step 1,000, after the run's 100 steps"):
+        Schedule(config, 100)
 
 
 # -------------------------------------------------------------------------------------- clipping

@@ -112,7 +112,7 @@ def test_f53_data_with_dense_columns_only_is_prepared(prepare_files: Prepare) ->
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("a:\n\tb: 1\n", "bad.yaml, line 5: a tab; YAML is indented with blanks only"),
+        ("a:\n\tb: 1\n", "bad.yaml, line 5: a tab; indent with spaces"),
         ("a: 1\na: 2\n", "bad.yaml, line 5: found duplicate key a"),
         ("a: [1\n", "bad.yaml, line 5: "),
     ],
@@ -269,11 +269,14 @@ BASE = "defaults:\n  - base\n  - _self_\nname: mine\n"
     [
         (f"{BASE}schema:\n  sparse:\n    Month:\n", "write `Month: {}`"),
         (f"{BASE}schema:\n  dense:\n    x:\n", "write `x: {}`"),
-        ("name: mine\n", "    - base\n"),
-        (f"{BASE}schema:\n  fromat: {{}}\n", "did you mean format?"),
-        (f"{BASE}schema:\n  dense:\n    x: {{transfrom: log1p}}\n", "did you mean transform?"),
-        (f"{BASE}schema:\n  sparse:\n    c: {{mincount: 2}}\n", "did you mean min_count?"),
-        (f"{BASE}schema:\n  split: {{evalfiles: 2}}\n", "did you mean eval_files?"),
+        ("name: mine\n", "defaults: [base, _self_"),
+        (f"{BASE}schema:\n  fromat: {{}}\n", "did you mean data.schema.format"),
+        (
+            f"{BASE}schema:\n  dense:\n    x: {{transfrom: log1p}}\n",
+            "data.schema.dense.x.transform",
+        ),
+        (f"{BASE}schema:\n  sparse:\n    c: {{mincount: 2}}\n", "data.schema.sparse.c.min_count"),
+        (f"{BASE}schema:\n  split: {{evalfiles: 2}}\n", "data.schema.split.eval_files"),
     ],
     ids=["sparse", "dense", "base", "schema", "transform", "min_count", "eval_files"],
 )
