@@ -103,6 +103,7 @@ def make_batches(
     return [
         MadeBatch(name, *make(sources[position % len(sources)], material))
         for position, (name, make) in enumerate(_KINDS.items())
+        if features or make in _WITHOUT_IDS
     ]
 
 
@@ -245,6 +246,14 @@ _KINDS: dict[str, Callable[[Batch, _Material], _Made]] = {
     "one sample": _one_sample,
     "fewer samples than ranks": _fewer_samples_than_ranks,
 }
+# Those that data without sparse features have too.
+_WITHOUT_IDS = (
+    _weighted_samples,
+    _all_on_the_last_rank,
+    _first_rank_empty,
+    _one_sample,
+    _fewer_samples_than_ranks,
+)
 
 
 def _even(batch: Batch, material: _Material) -> Cuts:

@@ -4,7 +4,8 @@ A difference is always relative: `|found - expected| / scale`, where the scale s
 numbers are that the value was made of. What the scale of each quantity is, and why the tolerances
 are what they are:
 
-Pass 1, fp64, end to end. Everything to 1e-10.
+Pass 1, fp64, end to end. Everything to 1e-10, or, where that is more, to what rounding may do to
+the element in a run of its own: `check_bounds`.
     losses            the loss.
     gradients         (of a row) the sum over its lookups of factor · weight share · largest
                       derivative of the sample's logit by its pooled vectors: what the terms of the

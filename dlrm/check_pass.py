@@ -42,6 +42,7 @@ class PassResult:
         backend: of the sharded run.
         wire: of the sharded run.
         differences: the figures.
+        has_tables: whether the data have sparse features.
     """
 
     title: str
@@ -50,6 +51,7 @@ class PassResult:
     backend: str
     wire: str
     differences: Differences
+    has_tables: bool = True
 
 
 def run_pass(
@@ -158,6 +160,7 @@ class _Pass:
             backend=trainer.embeddings.backend,
             wire=self._config.sharding.wire,
             differences=comparison.differences,
+            has_tables=bool(trainer.embeddings.tables),
         )
 
     def _local_batches(self) -> Generator[Batch, None, None]:

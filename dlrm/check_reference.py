@@ -242,7 +242,7 @@ class PlainRun:
         evaluated: list[EvaluatedPart] = []
         for start, stop in pairwise(cuts):
             part = batch.narrow(start, stop)
-            pooled_BS = self.tables.lookup(part.ids)
+            pooled_BS = self._lookup(part)
             forward = self._forward(part, pooled_BS, total_weight)
             if pooled_BS.requires_grad:  # Not without sparse features.
                 pooled_BS.retain_grad()  # After `_forward`, whose derivatives would be in it too.
@@ -272,7 +272,7 @@ class PlainRun:
         figures: list[PartFigures] = []
         terms: list[tuple[JaggedIds, Tensor]] = []
         for part in parts:
-            pooled_BS = self.tables.lookup(part.batch.ids)
+            pooled_BS = self._lookup(part.batch)
             leaf_BS = part.pooled_BS.clone().requires_grad_()
             forward = self._forward(part.batch, leaf_BS, total_weight)
             forward.loss.backward()
@@ -291,6 +291,12 @@ class PlainRun:
         floor = self._wire_floor / max(total_weight, 1.0)
         row_gradients = self._row_gradients(terms, floor)
         return replace(self._clipped(loss_sum, row_gradients), parts=figures)
+
+    def _lookup(self, batch: Batch) -> Tensor:
+        """`pooled_BS`; without features the ids don't know how many samples there are."""
+        if not self.features:
+            return torch.zeros(batch.batch_size, 0, dtype=self._dtype)
+        return self.tables.lookup(batch.ids)
 
     def _forward(self, batch: Batch, pooled_BS: Tensor, total_weight: float) -> _Forward:
         """A micro-batch's share of the mean over the global batch."""

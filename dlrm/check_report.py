@@ -21,6 +21,7 @@ from dlrm.check_compare import (
     POOLED_GRADIENTS,
     ROWS,
     STATE,
+    TABLE_QUANTITIES,
     Differences,
 )
 from dlrm.check_pass import PassResult
@@ -68,6 +69,8 @@ def vacuous(result: PassResult) -> list[str]:
     for quantity in differences.tolerances:
         if quantity == GRADIENTS and result.backend == "fbgemm":
             continue  # Its rows are compared, and it shows no gradients.
+        if not result.has_tables and quantity in (*TABLE_QUANTITIES, POOLED_GRADIENTS):
+            continue  # The data have no sparse features.
         has_none = quantity in (STATE, DENSE_STATE)  # SGD keeps no state.
         if differences.num_values(quantity) == 0 and not has_none:
             missing.append(quantity.replace("_", " "))
@@ -140,11 +143,11 @@ def _counts(result: PassResult) -> str:
     )
     nearest = differences.nearest()
     if nearest is not None:
-        text += f"\n  nearest to its limit ({nearest[0]:.2g} of it): {nearest[1]}"
+        text += f"\n  nearest to its limit ({nearest[0]:.2g} of it):\n    {nearest[1]}"
     if differences.num_widened():
         text += (
-            f"\n  {differences.num_widened():,} values are allowed more than the table says, "
-            f"at most {differences.widest():.2g}: their conditioning asks for it"
+            f"\n  {differences.num_widened():,} values are allowed more than the table says by "
+            f"their conditioning, at most {differences.widest():.2g}"
         )
     return text
 

@@ -72,7 +72,8 @@ class ReferenceEmbeddings:
                 _weight=weight_RD,
             )
         params = [param for bag in self._bags.values() for param in bag.parameters()]
-        self._optimizer = _build_optimizer(optimizer, params)
+        # torch refuses an optimizer of nothing; without tables this parameter never has a gradient.
+        self._optimizer = _build_optimizer(optimizer, params or [nn.Parameter(torch.empty(0, 0))])
 
     def lookup(self, ids: JaggedIds) -> Tensor:
         """Pooled vectors `pooled_BS`, connected to the tables by autograd."""

@@ -197,11 +197,7 @@ def told(case: Case, passes: list[PassResult]) -> tuple[bool, str]:
     except UserError as error:
         print(f"{case.row}: {error}", flush=True)
         return False, "NOT FOUND"
-    share = max(
-        entry.difference / result.differences.tolerances[quantity]
-        for result in passes
-        for (quantity, _), entry in result.differences.largest.items()
-    )
+    share = max(result.differences.worst_share() for result in passes)
     return True, f"{share:.2f}"
 
 
