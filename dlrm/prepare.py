@@ -8,6 +8,7 @@ from pathlib import Path
 from data.errors import UserError
 from data.synthetic import write_raw_tsv
 from dlrm.config import PrepareRun
+from dlrm.data_notes import data_notes
 from dlrm.datasets import dataset_root, make_dataset
 from dlrm.display import PrepareDisplay
 from dlrm.run_folder import remove_if_empty
@@ -34,13 +35,6 @@ def run_prepare(config: PrepareRun, run_dir: Path, say: Callable[[str], None] = 
         say(f"{name:<7} {part.rows:>13,} rows  {rate}")
     rows = sum(manifest.table_rows.values())
     say(f"tables  {len(manifest.table_rows)} with {rows:,} rows")
-    blank_lines = sum(i.blank_lines for i in manifest.inputs)
-    if blank_lines:
-        say(f"note    {blank_lines:,} empty lines were skipped")
-    for name in manifest.parts:
-        replaced = manifest.unknown_id_share(name)
-        if replaced:
-            worst = sorted(replaced.items(), key=lambda item: -item[1])[:3]
-            shown = ", ".join(f"{feature} {share:.1%}" for feature, share in worst)
-            say(f"note    {name}: ids without a row of their own, most in {shown}")
+    for note in data_notes(manifest):
+        say(note)
     say(f"dataset {root}  (digest {manifest.digest()[:12]})")

@@ -53,7 +53,7 @@ def fill_in_stored_data(composed: DictConfig, overrides: Sequence[str]) -> None:
     synthetic = None
     if manifest.synthetic is not None:
         settings = {k: v for k, v in manifest.synthetic.items() if k != "generator"}
-        synthetic = OmegaConf.structured(SyntheticConfig(**settings))  # type: ignore[arg-type]
+        synthetic = OmegaConf.structured(SyntheticConfig(**settings))
     with open_dict(composed):
         data.name = manifest.schema.name
         data.synthetic = synthetic
