@@ -13,7 +13,7 @@ contiguous share of the lanes, and reading without shuffling gives back the raw 
 from __future__ import annotations
 
 from concurrent.futures import Executor, Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,7 @@ class Rows:
         dense: fp32 by column, transformed.
         ids: by feature name.
         extra: fp32 columns that are carried along (a synthetic teacher's logit).
+        missing_dense: by dense column, how many raw values were missing.
     """
 
     num_rows: int
@@ -51,6 +52,7 @@ class Rows:
     dense: dict[str, np.ndarray]
     ids: dict[str, MappedIds]
     extra: dict[str, np.ndarray]
+    missing_dense: dict[str, int] = field(default_factory=dict)
 
     def to_table(self, features: tuple[Feature, ...], table_rows: dict[str, int]) -> pa.Table:
         """As Arrow columns: list features as lists, ids as int32 where their table allows."""

@@ -52,6 +52,8 @@ class PartInfo:
         unknown: ids replaced by the unknown row (or last row), or dropped, by feature.
         missing: missing values by feature.
         ids: ids in all, by feature.
+        missing_dense: missing values by dense column; None where it was prepared by a version that
+            didn't count them.
     """
 
     rows: int
@@ -61,6 +63,12 @@ class PartInfo:
     unknown: dict[str, int]
     missing: dict[str, int]
     ids: dict[str, int]
+    missing_dense: dict[str, int] | None = None
+
+    def missing_dense_share(self) -> dict[str, float]:
+        """Share of the rows that lack a value, by dense column; columns with none are left out."""
+        missing = self.missing_dense or {}
+        return {name: round(n / self.rows, 6) for name, n in missing.items() if n}
 
     def unknown_id_share(self) -> dict[str, float]:
         """Share of the ids that were unknown, by feature; features with none are left out."""
@@ -149,6 +157,8 @@ class Manifest:
                     "ids": part.ids,
                     "unknown": part.unknown,
                     "missing": part.missing,
+                    # Left out, the digest of an older dataset stays what it was.
+                    **({} if part.missing_dense is None else {"missing_dense": part.missing_dense}),
                 }
                 for name, part in self.parts.items()
             },
@@ -215,6 +225,7 @@ def _from_json(values: dict[str, Any], root: Path) -> Manifest:
             part["unknown"],
             part["missing"],
             part["ids"],
+            part.get("missing_dense"),
         )
     return Manifest(
         schema=schema_from_dict(values["schema"]),

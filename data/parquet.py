@@ -14,7 +14,7 @@ Criteo on one rank).
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +34,7 @@ from data.lanes import (
     WEIGHT_COLUMN,
     lane_rows,
 )
+from data.loader import READER_THREAD
 from data.manifest import Manifest, load_manifest
 from data.split import PARTS
 
@@ -64,19 +65,23 @@ class Order:
 
 
 class PreparedDataset:
-    """A complete prepared dataset folder.
+    """A prepared dataset folder.
+
+    Args:
+        root: the folder.
+        parts: those that are to be read: only their files must be there.
 
     Raises:
-        UserError: where the folder holds none.
+        UserError: where the folder holds none, or a part isn't whole.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, parts: Sequence[str] = PARTS) -> None:
         self.root = root
         self.manifest: Manifest = load_manifest(root)
         self.features = self.manifest.features
         self.singles = [f for f in self.features if not f.is_list]
         self.lists = [f for f in self.features if f.is_list]
-        self._check_files()
+        self._check_files(parts)
 
     def file(self, name: str) -> Path:
         """The path of a file that the manifest lists as `name`."""
@@ -109,10 +114,10 @@ class PreparedDataset:
             values.append(in_rows)
         return np.concatenate(values) if values else np.empty(0, dtype=np.float32)
 
-    def _check_files(self) -> None:
+    def _check_files(self, parts: Sequence[str]) -> None:
         """Sizes only: digests would read the dataset once more at every start."""
-        for part in self.manifest.parts.values():
-            for entry in part.files:
+        for part in parts:
+            for entry in self.manifest.parts[part].files:
                 path = self.file(entry.file)
                 size = path.stat().st_size if path.is_file() else None
                 if size != entry.num_bytes:
@@ -149,7 +154,7 @@ class _LaneReader:
         order = self._order
         first_lane = NUM_LANES * order.rank // order.world_size
         last_lane = NUM_LANES * (order.rank + 1) // order.world_size
-        pool = ThreadPoolExecutor(1)
+        pool = ThreadPoolExecutor(1, thread_name_prefix=READER_THREAD)
         try:
             lanes = [
                 _Lane(lane, self._group_order(lane), self._read_group, pool)

@@ -10,7 +10,7 @@ from data.blocks import block_arrays
 from data.lanes import Rows
 from data.raw import RawBlock
 from data.schema import Feature, Schema
-from data.transform import Moments, transform_dense
+from data.transform import Moments, count_missing, transform_dense
 from data.vocabulary import MappedIds, Vocabulary
 
 
@@ -48,6 +48,7 @@ class RowMapper:
             dense=transform_dense(self.schema, dense, self.moments),
             ids={feature.name: self._map_ids(feature, arrays) for feature in self.features},
             extra={},
+            missing_dense=count_missing(dense),
         )
 
     def _map_ids(self, feature: Feature, arrays: Arrays) -> MappedIds:

@@ -46,7 +46,7 @@ from data.schema import (
     resolve_features,
 )
 from data.split import PARTS, TRAIN
-from data.transform import transform_dense
+from data.transform import count_missing, transform_dense
 from data.vocabulary import MappedIds
 from data.write_pass import PartTally, write_all_id_counts
 
@@ -406,4 +406,5 @@ def _rows_of(
         dense=transform_dense(schema, dense, {}),
         ids=ids,
         extra={TEACHER_COLUMN: chunk.logit_B[start:stop].astype(np.float32)},
+        missing_dense=count_missing(dense),
     )

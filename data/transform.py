@@ -43,6 +43,11 @@ class Moments:
         return value if value > 0 else 1.0
 
 
+def count_missing(dense: dict[str, np.ndarray]) -> dict[str, int]:
+    """By column, how many raw values are missing (NaN)."""
+    return {name: int(np.count_nonzero(np.isnan(values))) for name, values in dense.items()}
+
+
 def transform_dense(
     schema: Schema, dense: dict[str, np.ndarray], moments: dict[str, Moments]
 ) -> dict[str, np.ndarray]:

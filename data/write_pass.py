@@ -36,6 +36,7 @@ class PartBlock:
         table: the rows (see `Rows.to_table`).
         num_positive: rows with label 1.
         id_tallies: by feature: ids, unknown, missing.
+        missing_dense: by dense column: missing values.
         used_ids: by feature: ids and how often each occurs (see `MappedIds.used_rows`).
         used_hashes: by hashed feature: its tokens (see `MappedIds.used_hashes`).
     """
@@ -43,6 +44,7 @@ class PartBlock:
     table: pa.Table
     num_positive: int
     id_tallies: dict[str, tuple[int, int, int]]
+    missing_dense: dict[str, int]
     used_ids: dict[str, tuple[np.ndarray, np.ndarray]]
     used_hashes: dict[str, np.ndarray]
 
@@ -105,7 +107,9 @@ class WritePass:
     ) -> None:
         for part, rows in job.result().items():
             writers[part].append(rows.table)
-            self._tallies[part].add(rows.table.num_rows, rows.num_positive, rows.id_tallies)
+            self._tallies[part].add(
+                rows.table.num_rows, rows.num_positive, rows.id_tallies, rows.missing_dense
+            )
             for name, (ids, counts) in rows.used_ids.items() if part == TRAIN else ():
                 self._id_counters[name].add(ids, counts)
             for name, hashes in rows.used_hashes.items() if part == TRAIN else ():
@@ -134,6 +138,7 @@ class WritePass:
                 table=rows.to_table(mapper.features, table_rows),
                 num_positive=int(rows.label_B.sum()),
                 id_tallies=id_tallies(rows),
+                missing_dense=rows.missing_dense,
                 used_ids={name: (m.used_rows, m.used_counts) for name, m in rows.ids.items()},
                 used_hashes={
                     name: m.used_hashes for name, m in rows.ids.items() if m.used_hashes is not None
@@ -154,11 +159,18 @@ class PartTally:
         self._rows = self._positives = 0
         self._ids = dict.fromkeys(features, 0)
         self._unknown, self._missing = dict(self._ids), dict(self._ids)
+        self._missing_dense: dict[str, int] = {}
 
     def add(
-        self, num_rows: int, num_positive: int, id_tallies: dict[str, tuple[int, int, int]]
+        self,
+        num_rows: int,
+        num_positive: int,
+        id_tallies: dict[str, tuple[int, int, int]],
+        missing_dense: dict[str, int],
     ) -> None:
         """Some more rows."""
+        for name, count in missing_dense.items():
+            self._missing_dense[name] = self._missing_dense.get(name, 0) + count
         self._rows += num_rows
         self._positives += num_positive
         for name, (ids, unknown, missing) in id_tallies.items():
@@ -169,13 +181,20 @@ class PartTally:
     def add_rows(self, rows: Rows) -> None:
         """The same from the rows themselves."""
         num_positive = 0 if rows.label_B is None else int(rows.label_B.sum())
-        self.add(rows.num_rows, num_positive, id_tallies(rows))
+        self.add(rows.num_rows, num_positive, id_tallies(rows), rows.missing_dense)
 
     def info(self, files: list[PartFile], group_rows: int) -> PartInfo:
         """For the manifest."""
         rate = self._positives / self._rows if self._rows else None
         return PartInfo(
-            self._rows, files, group_rows, rate, self._unknown, self._missing, self._ids
+            self._rows,
+            files,
+            group_rows,
+            rate,
+            self._unknown,
+            self._missing,
+            self._ids,
+            self._missing_dense,
         )
 
 

@@ -90,6 +90,8 @@ _PLACES = {
     "check": "hydra.run.dir= names another place, data.root= or data.cache= one for the data",
     "bench": "hydra.run.dir= names another place, data.cache= one for the data",
 }
+# A reader that was told to stop ends with the row group that it is at, unless it hangs.
+_READER_WAIT_S = 5.0
 # Keys of Hydra's own that hold text.
 _HYDRA_TEXT_KEYS = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir", "hydra.job.name")
 # Dictionaries whose entries users name; what may be new in them needs no `+`.
@@ -109,7 +111,22 @@ def main() -> None:
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     warnings.formatwarning = lambda message, *_: f"dlrm: warning: {message}\n"
-    sys.exit(run(sys.argv[1:]))
+    status = run(sys.argv[1:])
+    if status == 1 and "data.loader" in sys.modules:
+        _leave_hanging_readers(status)
+    sys.exit(status)
+
+
+def _leave_hanging_readers(status: int) -> None:
+    """Ends the process now if a thread of it hangs at reading: Python would wait for it."""
+    from data.loader import hanging_readers
+
+    for thread in hanging_readers():
+        thread.join(_READER_WAIT_S)
+    if hanging_readers():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
 
 
 def run(arguments: list[str]) -> int:

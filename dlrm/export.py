@@ -39,7 +39,7 @@ def run_export(
     data = ScoreDataConfig(root=config.data.root, batch_size=config.data.batch_size)
     score = ScoreRun(run=config.run, checkpoint=config.checkpoint, part=config.part, data=data)
     task = make_task(score, run_dir, say)
-    dataset = PreparedDataset(task.dataset_root)
+    dataset = PreparedDataset(task.dataset_root, parts=())
     tables = _table_names(config, task.info, dataset)
     out = run_dir
     if config.export.out is not None:
@@ -105,7 +105,7 @@ def _check_part(config: ExportRun, dataset: PreparedDataset) -> None:
 def _export_model(
     config: ExportRun, task: ScoreTask, folder: ExportFolder, say: Callable[[str], None]
 ) -> dict[str, Any]:
-    _check_part(config, PreparedDataset(task.dataset_root))
+    _check_part(config, PreparedDataset(task.dataset_root, parts=()))
     trained = TrainedModel(task, SingleProcess())
     entry = export_model(trained, config.part, config.export.samples, folder)
     compared = entry["compared"]
@@ -130,7 +130,7 @@ def _export_quantized(
 ) -> dict[str, Any]:
     """Evaluates with the tables as they are, and again with the written ones in their place."""
     quantizer = RowQuantizer()
-    dataset = PreparedDataset(task.dataset_root)
+    dataset = PreparedDataset(task.dataset_root, parts=())
     _check_part(config, dataset)
     trained = TrainedModel(task, SingleProcess())
     before = _evaluate(trained, config)

@@ -10,6 +10,7 @@ from data.hashing import expected_rows
 from data.manifest import Manifest
 from data.synthetic import write_raw_tsv
 from dlrm.config import PrepareRun
+from dlrm.data_notes import data_notes
 from dlrm.datasets import dataset_root, make_dataset
 from dlrm.display import PrepareDisplay
 from dlrm.run_folder import remove_if_empty
@@ -38,17 +39,8 @@ def run_prepare(config: PrepareRun, run_dir: Path, say: Callable[[str], None] = 
         say(f"{name:<7} {part.rows:>13,} rows  {rate}")
     rows = sum(manifest.table_rows.values())
     say(f"tables  {len(manifest.table_rows)} with {rows:,} rows")
-    for line in [*hashed_tables(manifest), *single_id_bags(manifest)]:
+    for line in [*hashed_tables(manifest), *single_id_bags(manifest), *data_notes(manifest)]:
         say(line)
-    blank_lines = sum(i.blank_lines for i in manifest.inputs)
-    if blank_lines:
-        say(f"note    {blank_lines:,} empty lines were skipped")
-    for name in manifest.parts:
-        replaced = manifest.unknown_id_share(name)
-        if replaced:
-            worst = sorted(replaced.items(), key=lambda item: -item[1])[:3]
-            shown = ", ".join(f"{feature} {share:.1%}" for feature, share in worst)
-            say(f"note    {name}: ids without a row of their own, most in {shown}")
     say(f"dataset {root}  (digest {manifest.digest()[:12]})")
 
 

@@ -7,9 +7,10 @@ import json
 import os
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import pyarrow as pa
@@ -18,6 +19,8 @@ from omegaconf import OmegaConf
 
 from data.batch import Batch
 from data.errors import RawDataError, UserError
+from data.files import naming
+from data.manifest import load_manifest
 from data.parquet import Order, PreparedDataset
 from data.raw_batches import load_row_mapper, raw_batches
 from data.raw_files import has_labels
@@ -33,7 +36,7 @@ from dlrm.model import DLRM
 from dlrm.planning import check_tables_fit, make_plan
 from dlrm.run_folder import RunFolder
 from dlrm.run_record import versions
-from dlrm.scoring import evaluate, score_batches
+from dlrm.scoring import evaluate, loader_timeout, score_batches
 from dlrm.train import NO_BEST, describe_eval, write_evaluation
 from embeddings.communicator import Communicator
 from embeddings.plan import Plan
@@ -82,21 +85,26 @@ def make_task(config: ScoreRun, run_dir: Path, say: Callable[[str], None]) -> Sc
     # Values travel as they did in training: rounding them otherwise would be another model.
     sharding = replace(config.sharding, wire=stored.sharding.wire)
     placed = replace(stored, sharding=sharding, launch=config.launch)
-    dataset = PreparedDataset(root)
+    dataset = PreparedDataset(root, parts=())
     layout = make_plan(placed, dataset, config.launch.nproc)
     check_tables_fit(placed, dataset, layout.plan, config.launch.nproc)
     return ScoreTask(config, run_path, stored, info, root, layout.plan, run_dir)
+
+
+def parts_of(config: ScoreRun) -> list[str]:
+    """The parts of the dataset that are read: none for raw files, whose server may lack them."""
+    return [config.part] if config.data.raw is None else []
 
 
 def dataset_root_of(config: ScoreRun, run_path: Path) -> Path:
     path = run_path / "dataset.json"
     if not path.is_file():
         raise UserError(f"run={config.run}: the run ended before it opened its data (no {path})")
-    result = json.loads(path.read_text())
+    result = json.loads(path.read_text(encoding="utf-8"))
     root = Path(result["root"])
     if config.data.root is not None:
         root = Path.cwd() / Path(config.data.root).expanduser()
-    found = PreparedDataset(root).manifest.digest()
+    found = load_manifest(root).digest()
     if found != result["digest"]:
         raise UserError(
             f"the dataset in {root} isn't the one that the run was trained on (its digest "
@@ -116,7 +124,7 @@ class TrainedModel:
     def __init__(self, task: ScoreTask, comm: Communicator) -> None:
         self.task, self.comm = task, comm
         self.precision = task.stored.train.precision
-        self.dataset = PreparedDataset(task.dataset_root)
+        self.dataset = PreparedDataset(task.dataset_root, parts_of(task.config))
         self.embeddings: ShardedEmbeddings = build_embeddings(
             task.stored,
             self.dataset.manifest,
@@ -184,6 +192,7 @@ def _evaluate_rank(
         batches,
         trained.precision,
         lambda: context.heartbeat.beat(0, "evaluate"),
+        loader_timeout(task.config.launch, comm),
     )
     if comm.rank != 0:
         return {}
@@ -230,15 +239,18 @@ def _predict_rank(context: WorkerContext, task: ScoreTask, say: Callable[[str], 
     if task.config.out is not None:
         out = Path.cwd() / Path(task.config.out).expanduser()
     batches = _batches(trained, need_labels=False)
-    temporary = out.with_name(out.name + ".partial")
+    # A name that nobody else's file has.
+    temporary = out.with_name(f".{out.name}.{os.getpid()}.partial")
     try:
         if comm.rank == 0:
             out.parent.mkdir(parents=True, exist_ok=True)
         beat = functools.partial(context.heartbeat.beat, 0, "predict")
-        num_rows = _write_predictions(trained, batches, temporary, beat)
+        with PredictionFile(temporary, out) as file:
+            num_rows = _write_predictions(trained, batches, file, beat)
         if comm.rank != 0:
             return out
-        os.replace(temporary, out)
+        with naming(out):
+            os.replace(temporary, out)
     finally:
         if comm.rank == 0:
             temporary.unlink(missing_ok=True)
@@ -264,28 +276,63 @@ def _warn_of_unknown_ids(shares: dict[str, float], say: Callable[[str], None]) -
         )
 
 
+class PredictionFile:
+    """A parquet file that is made when its first rows come, and on disk when it is closed.
+
+    Args:
+        path: where it is written.
+        out: the name that it is to get; errors of the system name it.
+    """
+
+    def __init__(self, path: Path, out: Path) -> None:
+        self._path, self._out = path, out
+        self._sink: BinaryIO | None = None
+        self._writer: pq.ParquetWriter | None = None
+
+    def __enter__(self) -> PredictionFile:
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        if self._writer is None or self._sink is None:
+            return
+        with suppress(*([OSError] if error else [])), naming(self._out), self._sink:
+            self._writer.close()
+            self._sink.flush()
+            os.fsync(self._sink.fileno())
+
+    def write(self, rows: pa.Table) -> None:
+        """Appends rows."""
+        with naming(self._out):
+            if self._writer is None:
+                self._sink = open(self._path, "xb")  # noqa: SIM115
+                self._writer = pq.ParquetWriter(self._sink, rows.schema, compression="zstd")
+            self._writer.write_table(rows)
+
+
 def _write_predictions(
-    trained: TrainedModel, batches: Iterator[Batch], path: Path, beat: Callable[[], None]
+    trained: TrainedModel,
+    batches: Iterator[Batch],
+    file: PredictionFile,
+    beat: Callable[[], None],
 ) -> int:
     """Writes each batch's rows as they come, collected by the first rank; returns their number."""
     comm = trained.comm
-    writer: pq.ParquetWriter | None = None
     num_rows = 0
-    try:
-        scored = score_batches(trained.model, trained.embeddings, batches, trained.precision, beat)
-        for batch, logits_B in scored:
-            label_B = None if batch.label_B is None else batch.label_B.numpy()
-            own = (batch.row_B.numpy(), logits_B.double().numpy(), label_B)
-            of_ranks = comm.all_gather_object(own)
-            num_rows += sum(len(rows) for rows, *_ in of_ranks)
-            if comm.rank == 0:
-                table = _prediction_rows(of_ranks)
-                if writer is None:
-                    writer = pq.ParquetWriter(path, table.schema, compression="zstd")
-                writer.write_table(table)
-    finally:
-        if writer is not None:
-            writer.close()
+    scored = score_batches(
+        trained.model,
+        trained.embeddings,
+        batches,
+        trained.precision,
+        beat,
+        loader_timeout(trained.task.config.launch, comm),
+    )
+    for batch, logits_B in scored:
+        label_B = None if batch.label_B is None else batch.label_B.numpy()
+        own = (batch.row_B.numpy(), logits_B.double().numpy(), label_B)
+        of_ranks = comm.all_gather_object(own)
+        num_rows += sum(len(rows) for rows, *_ in of_ranks)
+        if comm.rank == 0:
+            file.write(_prediction_rows(of_ranks))
     if not num_rows:
         raise UserError("there are no rows to predict")
     return num_rows
@@ -327,6 +374,9 @@ def _batches(trained: TrainedModel, *, need_labels: bool) -> Iterator[Batch]:
     if any(labelled) != all(labelled):
         raise UserError("data.raw mixes files with and without labels; predict them apart")
     mapper = load_row_mapper(trained.dataset.root, manifest)
+    if all(labelled) and not need_labels:
+        # Nothing here asks for the weights of training.
+        manifest = replace(manifest, schema=replace(manifest.schema, example_weight=None))
     batches = raw_batches(
         manifest, mapper, files, all(labelled), config.data.batch_size, trained.tally
     )

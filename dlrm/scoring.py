@@ -13,9 +13,11 @@ from data.lanes import LABEL_COLUMN
 from data.loader import Prefetcher
 from data.parquet import PreparedDataset
 from data.synthetic import TEACHER_COLUMN
+from dlrm.config import LaunchConfig
 from dlrm.merge_metrics import merge_on_first
 from dlrm.metrics import BinaryMetrics, EvalResult
 from dlrm.model import DLRM
+from embeddings.communicator import Communicator
 from embeddings.sharded import ShardedEmbeddings
 
 
@@ -29,6 +31,12 @@ def dense_input(model: DLRM, batch: Batch) -> Tensor:
     return batch.dense_BN.to(model.head.weight.dtype)
 
 
+def loader_timeout(launch: LaunchConfig, comm: Communicator) -> float | None:
+    """Longest wait for a batch in one process; over several ranks the launcher sees to hangs, and
+    names the rank."""
+    return launch.timeout_s if comm.world_size == 1 else None
+
+
 @torch.no_grad()
 def score_batches(
     model: DLRM,
@@ -36,9 +44,10 @@ def score_batches(
     batches: Iterable[Batch],
     precision: str,
     beat: Callable[[], None] = lambda: None,
+    timeout_s: float | None = None,
 ) -> Iterator[tuple[Batch, Tensor]]:
     """Each of this rank's batches with its logits; as many batches on every rank."""
-    with Prefetcher(batches) as loaded:
+    with Prefetcher(batches, timeout_s=timeout_s) as loaded:
         for batch in loaded:
             beat()
             plan = embeddings.plan_batch(batch.ids, training=False)
@@ -54,6 +63,7 @@ def evaluate(
     batches: Iterable[Batch],
     precision: str,
     beat: Callable[[], None] = lambda: None,
+    timeout_s: float | None = None,
 ) -> BinaryMetrics:
     """Metrics over all samples of all ranks, which must be labelled. The figures are the same on
     every rank; curves are the first rank's alone (`merge_on_first`).
@@ -64,9 +74,10 @@ def evaluate(
         batches: this rank's share of each.
         precision: `train.precision`.
         beat: called for every batch.
+        timeout_s: longest wait for a batch; None: without end.
     """
     metrics = BinaryMetrics()
-    for batch, logits_B in score_batches(model, embeddings, batches, precision, beat):
+    for batch, logits_B in score_batches(model, embeddings, batches, precision, beat, timeout_s):
         assert batch.label_B is not None
         metrics.update(logits_B, batch.label_B, batch.weight_B)
     comm = embeddings.comm

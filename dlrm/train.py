@@ -20,6 +20,7 @@ from data.lanes import NUM_LANES
 from data.parquet import PreparedDataset
 from dlrm.build import communicator
 from dlrm.config import TrainRun
+from dlrm.data_notes import data_notes
 from dlrm.datasets import open_dataset
 from dlrm.display import PrepareDisplay
 from dlrm.heartbeat import keep_beating, still_working
@@ -365,6 +366,9 @@ def _announce_data(config: TrainRun, dataset: PreparedDataset, say: Callable[[st
     if manifest.synthetic is not None:
         say("data    SYNTHETIC, drawn from a known teacher: results say nothing about real clicks")
     say(f"data    {config.data.name}: {sizes} rows; {dataset.root}")
+    if config.data.raw or config.data.raw_train:
+        for note in data_notes(manifest):
+            say(note)
 
 
 def overfitting_note(config: TrainRun, dataset: PreparedDataset) -> str | None:

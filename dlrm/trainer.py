@@ -37,7 +37,7 @@ from dlrm.pipeline import Pipeline, PlannedBatch
 from dlrm.recorder import Recorder
 from dlrm.resume import about_run, check_fits, is_of_run, next_batch
 from dlrm.run_folder import RunFolder
-from dlrm.scoring import autocast, dense_input, evaluate
+from dlrm.scoring import autocast, dense_input, evaluate, loader_timeout
 from embeddings.communicator import Communicator, Deferred, SingleProcess
 from embeddings.kv_gradients import KVGradients, sum_kv
 from embeddings.plan import Plan
@@ -188,7 +188,8 @@ class Trainer:
             world_size=self.comm.world_size,
             start_batch=self._batch,
         )
-        with Prefetcher(self.dataset.batches("train", order)) as batches:
+        timeout_s = loader_timeout(self.config.launch, self.comm)
+        with Prefetcher(self.dataset.batches("train", order), timeout_s=timeout_s) as batches:
             self._pipeline = self.pipeline(batches, self.total_steps - self.steps_done)
             while not self.is_stopped:
                 start = time.perf_counter()
@@ -406,6 +407,7 @@ class Trainer:
                 batches,
                 self.config.train.precision,
                 lambda: self._beat(self.steps_done, "evaluate"),
+                loader_timeout(self.config.launch, self.comm),
             )
 
     def _evaluate_and_save(self) -> None:

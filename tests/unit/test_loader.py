@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,8 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data import loader
-from data.loader import Prefetcher
+from data.loader import LoaderTimeout, Prefetcher
 
+CHECKOUT = Path(__file__).parents[2]
 PATIENCE_S = 20
 """Only a broken prefetcher waits as long."""
 
@@ -162,3 +167,51 @@ def test_a_slow_consumer_does_not_wait(clock: Clock) -> None:
         for _ in prefetcher:
             clock.now += 1000.0
         assert prefetcher.wait_s == 0.0
+
+
+def test_f44_a_source_that_hangs_is_waited_for_so_long() -> None:
+    """In one process no launcher sees to it; the thread at the source is left alone."""
+    source = Blocking()
+    prefetcher = Prefetcher(source.items(), depth=2, timeout_s=0.05)
+    with pytest.raises(LoaderTimeout, match=r"launch\.timeout_s=0\.05 s"):
+        next(prefetcher)
+    prefetcher.close()
+    assert not source.closed.is_set()
+    source.permits.release(1000)
+    assert source.closed.wait(PATIENCE_S)
+
+
+def test_f25_a_dropped_prefetcher_ends_its_thread() -> None:
+    """It was kept alive by its own thread, blocked on the full queue for good."""
+    source = Blocking()
+    source.permits.release(1000)
+    prefetcher = Prefetcher(source.items(), depth=1)
+    next(prefetcher)
+    assert not source.closed.is_set()
+    del prefetcher
+    gc.collect()
+    assert source.closed.wait(PATIENCE_S)
+
+
+@pytest.mark.processes
+def test_f25_a_process_that_never_closes_its_loader_ends_in_order() -> None:
+    """The thread is told, and waited for, before the interpreter is taken down under it."""
+    code = """
+import torch
+from data.loader import LoaderTimeout, Prefetcher
+
+def source():
+    try:
+        while True:
+            yield torch.zeros(1000)
+    finally:
+        print("closed", flush=True)
+
+prefetcher = Prefetcher(source(), depth=2)
+next(prefetcher)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=CHECKOUT, capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == "closed\n"
