@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 from markupsafe import Markup
 
+from data.files import naming
 from dlrm import report_plots
 from dlrm.host_timeline import HOST_TIMELINE
 from dlrm.phases import OTHER, OTHER_SHARE, with_other
@@ -85,7 +86,8 @@ def write_report(run_dir: str | Path) -> Path:
     html = render_report(read_run(run_dir))
     report, unfinished = run_dir / "report.html", run_dir / f".report.html.{os.getpid()}"
     try:
-        unfinished.write_text(html, encoding="utf-8")
+        with naming(report):
+            unfinished.write_text(html, encoding="utf-8")
         os.replace(unfinished, report)
     finally:
         unfinished.unlink(missing_ok=True)

@@ -64,7 +64,6 @@ def commands(base: Path, out: Path) -> dict[str, list[str]]:
 
 VERBS = (
     "prepare", "train", "evaluate", "predict", "export", "export_npy", "export_model", "check",
-    "sweep",
 )  # fmt: skip
 
 
