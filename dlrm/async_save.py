@@ -111,14 +111,14 @@ def available_bytes() -> int | None:
     where that is less; None where neither can be read."""
     found = []
     try:
-        text = Path("/proc/meminfo").read_text()
+        text = Path("/proc/meminfo").read_text(encoding="utf-8")
         found.append(int(text.split("MemAvailable:")[1].split()[0]) * 1024)
     except (OSError, IndexError, ValueError):
         pass
     try:
         group = Path("/sys/fs/cgroup")
-        most = int((group / "memory.max").read_text())
-        found.append(most - int((group / "memory.current").read_text()))
+        most = int((group / "memory.max").read_text(encoding="utf-8"))
+        found.append(most - int((group / "memory.current").read_text(encoding="utf-8")))
     except (OSError, ValueError):  # "max": no limit.
         pass
     return min(found) if found else None

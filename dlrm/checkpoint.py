@@ -62,7 +62,7 @@ from embeddings.store import RowsPart
 T = TypeVar("T")
 FORMAT_VERSION = 2
 _LAST_VERSION_WITH = {1: "Commits up to a5227af (2026-11-30) read format 1"}
-_INFO = "checkpoint.json"
+INFO_FILE = "checkpoint.json"
 _NAMES = ("latest", "best")
 _STEP = re.compile(r"step-[0-9]+")
 
@@ -289,16 +289,29 @@ class Checkpoints:
 
     def _candidates(self, which: str) -> Iterator[CheckpointInfo]:
         """Opens none that isn't asked for: a damaged one is no news where a better one is whole."""
-        named = {name: self._named(name) for name in dict.fromkeys((which, "latest"))}
-        places = [(folder, name) for name, folder in named.items() if folder is not None]
-        places += [(folder, "latest") for folder in reversed(self._folders())]
         tried: set[Path] = set()
-        for folder, name in places:
+        for name in dict.fromkeys((which, "latest")):
+            info = self._open_named(name, tried)
+            if info is not None:
+                yield info
+        for folder in reversed(self._folders()):
             if folder not in tried:
                 tried.add(folder)
-                info = self._try_open(folder, name)
+                info = self._try_open(folder, "latest")
                 if info is not None:
                     yield info
+
+    def _open_named(self, name: str, tried: set[Path]) -> CheckpointInfo | None:
+        """What a pointer names, unless it was tried. A run that goes on may remove it and name a
+        newer one meanwhile: then that."""
+        folder = self._named(name)
+        while folder is not None and folder not in tried:
+            tried.add(folder)
+            if not (folder / INFO_FILE).is_file() and (newer := self._named(name)) != folder:
+                folder = newer
+                continue
+            return self._try_open(folder, name)
+        return None
 
     def _folders(self) -> list[Path]:
         """The checkpoints' folders, whole or not, by step; not what else somebody put there."""
@@ -423,7 +436,7 @@ class Checkpoints:
         if progress.best_step is None:
             return None
         folder = self.root / _name_of(progress.best_step)
-        return folder if (folder / _INFO).is_file() else None
+        return folder if (folder / INFO_FILE).is_file() else None
 
 
 def open_checkpoint(folder: Path, which: str = "latest") -> CheckpointInfo:
@@ -433,7 +446,7 @@ def open_checkpoint(folder: Path, which: str = "latest") -> CheckpointInfo:
         DamagedError: where it isn't whole.
         UserError: for a format of another version.
     """
-    path = folder / _INFO
+    path = folder / INFO_FILE
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         # Format 1 had neither this nesting nor a digest.
@@ -465,12 +478,12 @@ def find_checkpoint(given: str, run_path: Path, key: str) -> CheckpointInfo:
     if given in _NAMES:
         return Checkpoints(run_path).find(given)
     folder = Path.cwd() / Path(given).expanduser()
-    if (folder / _INFO).is_file():
+    if (folder / INFO_FILE).is_file():
         return open_checkpoint(folder)
     if (folder / "checkpoints").is_dir():
         return Checkpoints(folder).find("latest")
     raise UserError(
-        f"{key}={given}: {folder} is neither a checkpoint (no {_INFO}) nor a run folder (no "
+        f"{key}={given}: {folder} is neither a checkpoint (no {INFO_FILE}) nor a run folder (no "
         "checkpoints/)"
     )
 
@@ -522,8 +535,8 @@ def _complete(partial: Path, folder: Path, contents: Contents, files: dict[str, 
     values = json.loads(json.dumps(values))  # As it is read: tuples are lists.
     text = json.dumps({"xxh3": _digest(values), "checkpoint": values}, indent=1)
     try:
-        with naming(partial / _INFO):
-            write_whole(partial / _INFO, text.encode())
+        with naming(partial / INFO_FILE):
+            write_whole(partial / INFO_FILE, text.encode())
         flush_folder(partial)
         os.replace(partial, folder)
     except OSError:

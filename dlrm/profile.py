@@ -194,7 +194,7 @@ class StepProfiler:
         with tempfile.TemporaryDirectory(dir=self._folder, prefix=".trace-") as name:
             exported = Path(name) / "trace.json"
             profiler.export_chrome_trace(str(exported))
-            trace = json.loads(exported.read_text())
+            trace = json.loads(exported.read_text(encoding="utf-8"))
         self._figures = figures_of(trace["traceEvents"])
         name_trace(trace, self._comm.rank)
         packed = gzip.compress(json.dumps(trace).encode(), compresslevel=5)

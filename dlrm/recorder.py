@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from tensorboardX import SummaryWriter
+from tensorboardX.proto.event_pb2 import Event, SessionLog
 
 from dlrm.display import TrainDisplay
 from dlrm.metrics import EvalResult
@@ -80,6 +81,9 @@ class Recorder:
         self.history = [dict(entry) for entry in history]
         if self._writes:
             self._folder.drop_metrics_after(step, {entry["step"] for entry in self.history})
+            # Has TensorBoard forget what earlier event files say of the steps that come again.
+            restart = SessionLog(status=SessionLog.START)
+            self._board.file_writer.add_event(Event(step=step + 1, session_log=restart))
 
     def step(self, step: int, epoch: int, num_samples: int, loss: float, seconds: float,
              lrs: tuple[float, float]) -> None:  # fmt: skip

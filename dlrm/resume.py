@@ -42,7 +42,7 @@ def is_restarted(run_dir: Path) -> bool:
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) == 0:
         return False
     try:
-        result = json.loads((run_dir / "result.json").read_text())
+        result = json.loads((run_dir / "result.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
     return bool(result.get("torchrun") == launch_id())
@@ -107,6 +107,10 @@ def about_run(config: TrainRun, dataset: PreparedDataset, plan: Plan | None) -> 
         "dense_columns": dataset.manifest.dense_columns,
         "dense_transforms": {
             name: column.transform for name, column in dataset.manifest.schema.dense.items()
+        },
+        "dense_moments": {
+            name: [moments.mean, moments.deviation]
+            for name, moments in dataset.manifest.moments.items()
         },
         "features": [asdict(feature) for feature in dataset.manifest.features],
         "model": asdict(config.model),

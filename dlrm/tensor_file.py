@@ -22,7 +22,7 @@ import xxhash
 from torch import Tensor
 
 from data.errors import UserError
-from dlrm.early_write import EarlyWrite
+from dlrm.early_write import EarlyWrite, allocate
 
 BLOCK_BYTES = 1 << 20
 """What a digest is of, counted from the file's start; and what a reader keeps of each file."""
@@ -92,7 +92,7 @@ class TensorFileWriter:
         self._early = EarlyWrite(self._file.fileno())
         try:
             with naming(path):
-                os.posix_fallocate(self._file.fileno(), 0, self._num_bytes)
+                allocate(self._file.fileno(), self._num_bytes)
             self._put(memoryview(header))
         except BaseException:
             self.abandon()

