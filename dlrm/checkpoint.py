@@ -18,9 +18,10 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -39,6 +40,9 @@ from dlrm.checkpoint_rows import (
     write_described,
     write_rows,
 )
+from dlrm.own_files import EARLIER_RUN, remove_checkpoint
+from dlrm.run_folder import forget_earlier_run, read_run_id
+from dlrm.run_record import versions
 from dlrm.tensor_file import (
     MALFORMED,
     DamagedError,
@@ -56,8 +60,10 @@ from embeddings.store import RowsPart
 
 T = TypeVar("T")
 FORMAT_VERSION = 2
-_INFO = "checkpoint.json"
+_LAST_VERSION_WITH = {1: "Commits up to a5227af (2026-11-30) read format 1"}
+INFO_FILE = "checkpoint.json"
 _NAMES = ("latest", "best")
+_STEP = re.compile(r"step-[0-9]+")
 
 
 @dataclass(frozen=True)
@@ -81,6 +87,12 @@ class Progress:
     loss_last: float | None = None
     best_value: float | None = None
     history: tuple[dict[str, Any], ...] = ()
+
+    @property
+    def best_step(self) -> int | None:
+        """The step of the best evaluation; of equal ones the first."""
+        best = [entry["step"] for entry in self.history if entry["auc"] == self.best_value]
+        return best[0] if best and self.best_value is not None else None
 
 
 @dataclass(frozen=True)
@@ -154,6 +166,12 @@ class CheckpointInfo:
     values: dict[str, Any]
 
     @property
+    def run_id(self) -> str | None:
+        """The run that has written it; None of a version that didn't record it."""
+        found: str | None = self.values.get("run_id")
+        return found
+
+    @property
     def progress(self) -> Progress:
         """Where the run was."""
         values = self.values["progress"]
@@ -222,9 +240,8 @@ class Checkpoints:
             OSError: on all ranks alike, naming the first file that couldn't be written; earlier
                 checkpoints stay.
         """
-        step = contents.progress.step
-        folder = self.root / f"step-{step:06d}"
-        partial = self.root / f".partial-step-{step:06d}"
+        folder = self.root / _name_of(contents.progress.step)
+        partial = self.root / f".partial-{folder.name}"
         # The first rank looks: the others might see the folder that it is about to make.
         if on_first_rank(comm, lambda: self._prepare(folder, partial)):
             files: dict[str, Any] = {}
@@ -239,29 +256,31 @@ class Checkpoints:
             failed = [error for _, error in of_ranks if error is not None]
             if failed:
                 if comm.rank == 0:
-                    shutil.rmtree(partial, ignore_errors=True)
+                    _clear(partial)
                 raise failed[0]
             files = {name: entry for part, _ in of_ranks for name, entry in part.items()}
             on_first_rank(comm, lambda: _complete(partial, folder, contents, files))
-        on_first_rank(comm, lambda: self._name(folder, is_best=is_best))
+        on_first_rank(comm, lambda: self._name(folder, contents.progress, is_best=is_best))
 
     def find(self, which: str) -> CheckpointInfo:
         """`best` or `latest`; `best` falls back to `latest` where no evaluation had an AUC.
 
-        A checkpoint of which files are missing or cut is named in a warning, and the newest one
-        before it is taken.
+        A checkpoint of which files are missing or cut, or that another run has written, is named in
+        a warning, and the newest one before it is taken.
 
         Raises:
             UserError: where there is no whole one.
         """
         for info in self._candidates(which):
             return info
+        waiting = self.root.parent / EARLIER_RUN
+        more = f"; the run that it was to replace is in {waiting}" if waiting.is_dir() else ""
         if damaged := self._folders():
             raise UserError(
                 f"{self.root} holds no whole checkpoint: {names_of([f.name for f in damaged])} "
-                "can't be used"
+                f"can't be used{more}"
             )
-        raise UserError(f"{self.root} holds no model: the run ended before it kept one")
+        raise UserError(f"{self.root} holds no model: the run ended before it kept one{more}")
 
     def candidates(self, which: str) -> list[CheckpointInfo]:
         """What `find` can choose from, the first choice first; digests aren't compared here."""
@@ -269,80 +288,154 @@ class Checkpoints:
 
     def _candidates(self, which: str) -> Iterator[CheckpointInfo]:
         """Opens none that isn't asked for: a damaged one is no news where a better one is whole."""
-        named = {name: self._named(name) for name in dict.fromkeys((which, "latest"))}
-        places = [(folder, name) for name, folder in named.items() if folder is not None]
-        places += [(folder, "latest") for folder in reversed(self._folders())]
         tried: set[Path] = set()
-        for folder, name in places:
+        for name in dict.fromkeys((which, "latest")):
+            info = self._open_named(name, tried)
+            if info is not None:
+                yield info
+        for folder in reversed(self._folders()):
             if folder not in tried:
                 tried.add(folder)
-                info = self._try_open(folder, name)
+                info = self._try_open(folder, "latest")
                 if info is not None:
                     yield info
+
+    def _open_named(self, name: str, tried: set[Path]) -> CheckpointInfo | None:
+        """What a pointer names, unless it was tried. A run that goes on may remove it and name a
+        newer one meanwhile: then that."""
+        folder = self._named(name)
+        while folder is not None and folder not in tried:
+            tried.add(folder)
+            if not (folder / INFO_FILE).is_file() and (newer := self._named(name)) != folder:
+                folder = newer
+                continue
+            return self._try_open(folder, name)
+        return None
 
     def _folders(self) -> list[Path]:
         """The checkpoints' folders, whole or not, by step; not what else somebody put there."""
         return sorted((f for f in self.root.glob("step-*") if _step_of(f) >= 0), key=_step_of)
 
+    @cached_property
+    def _run_id(self) -> str | None:
+        return read_run_id(self.root.parent)
+
+    def _is_foreign(self, info: CheckpointInfo) -> bool:
+        """Whether another run has written it. What carries no id is of an older version: taken."""
+        return None not in (self._run_id, info.run_id) and self._run_id != info.run_id
+
     def _named(self, name: str) -> Path | None:
-        pointer = self.root / name
-        if not pointer.is_file():
+        """The folder that a pointer names; None where there is none, or it names nothing."""
+        try:
+            text = (self.root / name).read_text(encoding="utf-8", errors="replace").strip()
+        except FileNotFoundError:
             return None
-        return self.root / pointer.read_bytes().decode(errors="replace")
+        if _STEP.fullmatch(text):
+            return self.root / text
+        warnings.warn(f"{self.root / name} is damaged: it names no checkpoint", stacklevel=4)
+        return None
 
     def _try_open(self, folder: Path, which: str) -> CheckpointInfo | None:
         try:
-            return open_checkpoint(folder, which)
+            info = open_checkpoint(folder, which)
         except DamagedError as error:
             warnings.warn(f"{error}; another checkpoint is looked for", stacklevel=4)
             return None
+        if not self._is_foreign(info):
+            return info
+        warnings.warn(
+            f"{folder} was written by another run than the one in {self.root.parent}; another "
+            "checkpoint is looked for",
+            stacklevel=4,
+        )
+        return None
 
     def _prepare(self, folder: Path, partial: Path) -> bool:
         """Makes room; False where the step is there already, and whole."""
-        if folder.exists():
+        if os.path.lexists(folder):
             try:
-                open_checkpoint(folder)
-                return False
+                info = open_checkpoint(folder)
+                if not self._is_foreign(info):
+                    return False
+                os.rename(folder, folder.with_name(f"{folder.name}-of-run-{info.run_id}"))
             except DamagedError:
-                shutil.rmtree(folder)
+                remove_checkpoint(folder)
         self.root.mkdir(parents=True, exist_ok=True)
         # `.partial-…`: what a killed run was writing.
         for left in self.root.glob(".partial-*"):
-            shutil.rmtree(left)
-        for name in self.root.glob("*.partial"):
-            name.unlink()
+            remove_checkpoint(left)
+        for name in _NAMES:
+            (self.root / f"{name}.partial").unlink(missing_ok=True)
         partial.mkdir()
         return True
 
-    def _name(self, folder: Path, *, is_best: bool) -> None:
-        for name in _NAMES if is_best else _NAMES[:1]:
-            with naming(self.root / name):
-                write_whole(self.root / name, folder.name.encode())
+    def _name(self, folder: Path, progress: Progress, *, is_best: bool) -> None:
+        # In this order: killed in between, the run goes on from an older one, and comes to this
+        # best again. The other way round it would go on with its value and without its model.
+        for name in reversed(_NAMES) if is_best else _NAMES[:1]:
+            self._point(name, folder)
+        forget_earlier_run(self.root.parent)
+        self._rotate(self._best_of(progress))
+
+    def _point(self, name: str, folder: Path) -> None:
+        with naming(self.root / name):
+            write_whole(self.root / name, folder.name.encode())
         flush_folder(self.root)
-        named = {self._named(name) for name in _NAMES}
+
+    def _rotate(self, best: Path | None) -> None:
+        """Removes this run's older ones; one that can't be removed is named, and stays."""
+        kept = {best, *(self._named(name) for name in _NAMES)}
         for old in self._folders()[: -self._keep]:
-            if old not in named:
-                _remove(old)
+            if old not in kept and not self._is_of_another_run(old):
+                try:
+                    remove_checkpoint(old)
+                except OSError as error:
+                    warnings.warn(
+                        f"{old} can't be removed ({error.filename}: {error.strerror}) and takes "
+                        "up space",
+                        stacklevel=4,
+                    )
+
+    def _is_of_another_run(self, folder: Path) -> bool:
+        try:
+            return self._is_foreign(open_checkpoint(folder))
+        except UserError:
+            return False  # What a removal that was cut short has left.
 
     def drop_after(self, info: CheckpointInfo) -> None:
-        """Makes one the latest: those of later steps are removed, since the run goes on from it."""
-        write_whole(self.root / "latest", info.folder.name.encode())
-        best = self._named("best")
-        if best is not None and _step_of(best) > info.step:
+        """Makes one the latest, since the run goes on from it: those of later steps are removed,
+        and the best one up to it is `best`, whatever a kill had left undone."""
+        best, of_history = self._named("best"), self._best_of(info.progress)
+        is_later = best is not None and _step_of(best) > info.step
+        known = {entry["step"] for entry in info.progress.history}
+        if of_history is not None and (best is None or is_later or _step_of(best) in known):
+            if best != of_history:
+                self._point("best", of_history)
+        elif is_later:
             (self.root / "best").unlink()
-            self._name_best_of(info.progress)
+        self._point("latest", info.folder)
         for folder in self._folders():
-            if _step_of(folder) > info.step:
-                _remove(folder)
+            if _step_of(folder) > info.step and not self._is_of_another_run(folder):
+                remove_checkpoint(folder)
 
-    def _name_best_of(self, progress: Progress) -> None:
-        """Makes the best so far `best` again, where it is still there."""
-        for entry in progress.history:  # Of equal ones the first was the best.
-            if entry["auc"] is not None and entry["auc"] == progress.best_value:
-                folder = self.root / f"step-{entry['step']:06d}"
-                if folder.exists():
-                    write_whole(self.root / "best", folder.name.encode())
-                return
+    def best_value(self, progress: Progress) -> float | None:
+        """What an evaluation must beat to be the best: the AUC of the model that `best` names; None
+        where there is none that could be tested."""
+        best = self._named("best")
+        if best is None or not best.exists():
+            return None
+        of_step = {entry["step"]: entry["auc"] for entry in progress.history}
+        # One that is missing there was found to be the best after its checkpoint was written: it
+        # is evaluated again.
+        found: float | None = of_step.get(_step_of(best), progress.best_value)
+        return found
+
+    def _best_of(self, progress: Progress) -> Path | None:
+        """The best one so far by its evaluations, where it is still there."""
+        if progress.best_step is None:
+            return None
+        folder = self.root / _name_of(progress.best_step)
+        return folder if (folder / INFO_FILE).is_file() else None
 
 
 def open_checkpoint(folder: Path, which: str = "latest") -> CheckpointInfo:
@@ -352,9 +445,9 @@ def open_checkpoint(folder: Path, which: str = "latest") -> CheckpointInfo:
         DamagedError: where it isn't whole.
         UserError: for a format of another version.
     """
-    path = folder / _INFO
+    path = folder / INFO_FILE
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(path.read_text(encoding="utf-8"))
         # Format 1 had neither this nesting nor a digest.
         values: dict[str, Any] = content.get("checkpoint", content)
         version = values["format_version"]
@@ -363,7 +456,7 @@ def open_checkpoint(folder: Path, which: str = "latest") -> CheckpointInfo:
     if values is not content and content.get("xxh3") != _digest(values):
         raise DamagedError(f"{path} is damaged: its digest isn't the recorded one")
     if version != FORMAT_VERSION:
-        raise UserError(f"{folder} is of format {version}, not {FORMAT_VERSION}")
+        raise UserError(_other_format(folder, version, values))
     for name, entry in values["files"].items():
         check_size(folder / name, entry["bytes"])
     return CheckpointInfo(folder, which, values["progress"]["step"], values)
@@ -384,12 +477,12 @@ def find_checkpoint(given: str, run_path: Path, key: str) -> CheckpointInfo:
     if given in _NAMES:
         return Checkpoints(run_path).find(given)
     folder = Path.cwd() / Path(given).expanduser()
-    if (folder / _INFO).is_file():
+    if (folder / INFO_FILE).is_file():
         return open_checkpoint(folder)
     if (folder / "checkpoints").is_dir():
         return Checkpoints(folder).find("latest")
     raise UserError(
-        f"{key}={given}: {folder} is neither a checkpoint (no {_INFO}) nor a run folder (no "
+        f"{key}={given}: {folder} is neither a checkpoint (no {INFO_FILE}) nor a run folder (no "
         "checkpoints/)"
     )
 
@@ -423,6 +516,7 @@ def on_first_rank(comm: Communicator, action: Callable[[], T]) -> T:
 def _complete(partial: Path, folder: Path, contents: Contents, files: dict[str, Any]) -> None:
     values = {
         "format_version": FORMAT_VERSION,
+        "program": f"dlrm-system {versions().get('dlrm-system', '(not installed)')}",
         "progress": asdict(contents.progress),
         "tables": {
             name: {
@@ -440,14 +534,20 @@ def _complete(partial: Path, folder: Path, contents: Contents, files: dict[str, 
     values = json.loads(json.dumps(values))  # As it is read: tuples are lists.
     text = json.dumps({"xxh3": _digest(values), "checkpoint": values}, indent=1)
     try:
-        with naming(partial / _INFO):
-            write_whole(partial / _INFO, text.encode())
+        with naming(partial / INFO_FILE):
+            write_whole(partial / INFO_FILE, text.encode())
         flush_folder(partial)
         os.replace(partial, folder)
     except OSError:
-        shutil.rmtree(partial, ignore_errors=True)
+        _clear(partial)
         raise
     flush_folder(folder.parent)
+
+
+def _clear(partial: Path) -> None:
+    """After an error, which is what is told: the next save clears away what stays here."""
+    with suppress(OSError):
+        remove_checkpoint(partial)
 
 
 def _digest(values: Mapping[str, Any]) -> str:
@@ -462,12 +562,18 @@ def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> di
     }
 
 
-def _remove(folder: Path) -> None:
-    # In this order: it isn't whole from here on, whenever the removal is cut short.
-    (folder / _INFO).unlink(missing_ok=True)
-    shutil.rmtree(folder)
+def _other_format(folder: Path, version: Any, values: Mapping[str, Any]) -> str:
+    """What to do with a checkpoint of a format that isn't ours."""
+    text = f"{folder} is of format {version}, not {FORMAT_VERSION}, which this version reads"
+    if version in _LAST_VERSION_WITH:
+        return f"{text}. {_LAST_VERSION_WITH[version]}"
+    program = values.get("program")
+    return f"{text}. Use the version that wrote it{'' if program is None else f': {program}'}"
+
+
+def _name_of(step: int) -> str:
+    return f"step-{step:06d}"
 
 
 def _step_of(folder: Path) -> int:
-    number = folder.name.removeprefix("step-")
-    return int(number) if number.isdecimal() else -1
+    return int(folder.name.removeprefix("step-")) if _STEP.fullmatch(folder.name) else -1

@@ -18,7 +18,7 @@ from dlrm.export_model import export_model
 from dlrm.export_tables import RowQuantizer, write_npy, write_parquet, write_quantized
 from dlrm.run_folder import RunFolder
 from dlrm.run_record import versions
-from dlrm.score import ScoreTask, TrainedModel, make_task
+from dlrm.score import ScoreTask, TrainedModel, make_task, on_kept_model
 from dlrm.scoring import evaluate
 from embeddings.communicator import SingleProcess
 from embeddings.sharded import ShardedEmbeddings
@@ -38,7 +38,17 @@ def run_export(
     # One process, whatever the run was trained with.
     data = ScoreDataConfig(root=config.data.root, batch_size=config.data.batch_size)
     score = ScoreRun(run=config.run, checkpoint=config.checkpoint, part=config.part, data=data)
-    task = make_task(score, run_dir, say)
+    return on_kept_model(
+        lambda: make_task(score, run_dir, say),
+        lambda task: _export(config, task, own_folder, say),
+        say,
+    )
+
+
+def _export(
+    config: ExportRun, task: ScoreTask, own_folder: RunFolder, say: Callable[[str], None]
+) -> dict[str, Any]:
+    run_dir = own_folder.path
     dataset = PreparedDataset(task.dataset_root, parts=())
     tables = _table_names(config, task.info, dataset)
     out = run_dir

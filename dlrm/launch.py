@@ -217,7 +217,7 @@ def _first_signal_told(folder: Path, end: Callable[[], None]) -> Iterator[None]:
     from torch.distributed.elastic.multiprocessing import SignalException
 
     def first(number: int) -> None:
-        stop_file(folder).write_text(str(number))
+        stop_file(folder).write_text(str(number), encoding="utf-8")
         announce(number)
 
     def second(number: int) -> None:
@@ -244,7 +244,8 @@ def _run_elastic(
     program.write_text(
         f"import sys\nfrom pathlib import Path\nsys.path[:] = {sys.path!r}\n"
         "from dlrm.worker import main\n"
-        f"main(Path({str(folder)!r}), {os.getpid()}, stops_in_order={stops_in_order})\n"
+        f"main(Path({str(folder)!r}), {os.getpid()}, stops_in_order={stops_in_order})\n",
+        encoding="utf-8",
     )
     # A signal that is ignored, as SIGHUP is under nohup, stays ignored.
     handled = [
@@ -345,7 +346,7 @@ def _to_error(verdict: Verdict, world_size: int, folder: Path) -> Exception:
 
 def _read_stack(folder: Path, rank: int) -> str:
     path = stack_file(folder, rank)
-    text = path.read_text(errors="replace") if path.exists() else ""
+    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
     return text.partition("\nExtension modules:")[0].strip()
 
 
@@ -358,4 +359,5 @@ def _keep_failures(folder: Path, run_dir: Path, watchdog: Watchdog) -> None:
         if beat.rank in told:
             parts.append(told[beat.rank].traceback)
         parts.append(_read_stack(folder, beat.rank))
-    (run_dir / "failures.txt").write_text("\n".join(part for part in parts if part) + "\n")
+    text = "\n".join(part for part in parts if part) + "\n"
+    (run_dir / "failures.txt").write_text(text, encoding="utf-8", errors="replace")

@@ -60,15 +60,19 @@ class EvalResult:
     num_positive: int
     sum_weight: float
 
-    def as_dict(self) -> dict[str, float | int | None]:
-        """The figures as result.json and metrics.jsonl hold them."""
-        return {
+    def as_dict(self) -> dict[str, Any]:
+        """The figures as result.json and metrics.jsonl hold them. JSON has no infinity: such a
+        figure is null, and `not_finite` says what it was."""
+        figures = {
             "auc": self.auc,
             "logloss": self.logloss,
             "ne": self.ne,
             "calibration": self.calibration,
-            "num_samples": self.num_samples,
         }
+        bad = {n: str(v) for n, v in figures.items() if v is not None and not math.isfinite(v)}
+        finite = {name: None if name in bad else value for name, value in figures.items()}
+        more = {"not_finite": bad} if bad else {}
+        return {**finite, "num_samples": self.num_samples, **more}
 
 
 class BinaryMetrics:

@@ -198,7 +198,7 @@ class StepProfiler:
             exported = Path(name) / "trace.json"
             profiler.export_chrome_trace(str(exported))
             try:
-                trace = json.loads(exported.read_text())
+                trace = json.loads(exported.read_text(encoding="utf-8"))
             except ValueError as error:  # Written in C++, which doesn't tell of a full disk.
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(exported)) from error
         self._figures = figures_of(trace["traceEvents"])

@@ -13,6 +13,8 @@ from data.errors import UserError
 from data.parquet import PreparedDataset
 from dlrm.checkpoint import CheckpointInfo, Checkpoints, find_checkpoint
 from dlrm.config import TrainRun, WarmStartConfig
+from dlrm.own_files import CHECKPOINTS, EARLIER_RUN
+from dlrm.run_folder import read_run_id
 from dlrm.torchrun import launch_id
 from embeddings.plan import Plan
 
@@ -40,7 +42,7 @@ def is_restarted(run_dir: Path) -> bool:
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) == 0:
         return False
     try:
-        result = json.loads((run_dir / "result.json").read_text())
+        result = json.loads((run_dir / "result.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
     return bool(result.get("torchrun") == launch_id())
@@ -65,9 +67,11 @@ def find_resume_point(config: TrainRun, run_dir: Path) -> ResumePoint | None:
     if given is None:
         return None
     if given in ("latest", "best") and not (run_dir / "checkpoints").is_dir():
+        waiting = run_dir / EARLIER_RUN
         raise UserError(
             f"train.resume={given}: {run_dir} holds no checkpoints; name the run's folder with "
             "hydra.run.dir=, or a checkpoint with train.resume=PATH"
+            + (f". {waiting} holds the run that was to be replaced" if waiting.is_dir() else "")
         )
     info = find_checkpoint(given, run_dir, "train.resume")
     is_own = is_of_run(info, run_dir)
@@ -84,8 +88,11 @@ def _candidates(checkpoints: Checkpoints) -> list[CheckpointInfo]:
 
 
 def is_of_run(info: CheckpointInfo, run_path: Path) -> bool:
-    """Whether a checkpoint lies in a run's folder."""
-    return info.folder.resolve().parent == (run_path / "checkpoints").resolve()
+    """Whether a checkpoint lies in a run's folder, if only as a link, and is the run's own."""
+    if info.folder.parent.resolve() != (run_path / CHECKPOINTS).resolve():
+        return False
+    own_id = read_run_id(run_path)
+    return None in (own_id, info.run_id) or own_id == info.run_id
 
 
 def about_run(config: TrainRun, dataset: PreparedDataset, plan: Plan | None) -> dict[str, Any]:
@@ -100,6 +107,10 @@ def about_run(config: TrainRun, dataset: PreparedDataset, plan: Plan | None) -> 
         "dense_columns": dataset.manifest.dense_columns,
         "dense_transforms": {
             name: column.transform for name, column in dataset.manifest.schema.dense.items()
+        },
+        "dense_moments": {
+            name: [moments.mean, moments.deviation]
+            for name, moments in dataset.manifest.moments.items()
         },
         "features": [asdict(feature) for feature in dataset.manifest.features],
         "model": asdict(config.model),

@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 
+from data.errors import UserError
 from dlrm.config import TrainRun
+from dlrm.own_files import has_model
 from dlrm.run_folder import NOT_FINISHED, RunFolder
 from dlrm.stop import RunStopped
 
@@ -28,6 +30,8 @@ class RunRecord:
         world_size: number of ranks.
         resume: the run in the folder goes on.
         overwrite: use the folder although it holds files, as under `train.overwrite`.
+        settles: the end of the context also ends the time in which an overwritten run waits: it
+            comes back after a mistake of the user, or where a file failed.
         more: further fields that are known at the start.
 
     Raises:
@@ -43,11 +47,11 @@ class RunRecord:
         *,
         resume: bool = False,
         overwrite: bool = False,
+        settles: bool = True,
         **more: Any,
     ) -> None:
-        overwrite = overwrite or config.train.overwrite
+        overwrite, self._settles = overwrite or config.train.overwrite, settles
         self.folder = RunFolder(run_dir, overwrite=overwrite, resume=resume)
-        self.folder.write_text("config.yaml", config_yaml)
         self.result: dict[str, Any] = {
             "status": NOT_FINISHED,
             "world_size": world_size,
@@ -56,7 +60,12 @@ class RunRecord:
             "config_digest": hashlib.sha256(config_yaml.encode()).hexdigest(),
             **more,
         }
-        self.write()
+        try:
+            self.folder.write_text("config.yaml", config_yaml)
+            self.write()
+        except BaseException:
+            self.folder.settle(is_kept=has_model(run_dir))
+            raise
 
     def write(self) -> None:
         """Writes result.json as it stands."""
@@ -76,6 +85,9 @@ class RunRecord:
         except OSError:
             if error is None:  # Else what ended the run is told, not what came of it.
                 raise
+        if self._settles:
+            is_lost = isinstance(error, (UserError, OSError, KeyboardInterrupt))
+            self.folder.settle(is_kept=not is_lost)
 
 
 def versions() -> dict[str, str]:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import functools
-import json
+import hashlib
 import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import yaml
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from data.batch import Batch
 from data.errors import RawDataError, UserError
@@ -27,20 +29,23 @@ from data.raw_files import has_labels
 from data.raw_inputs import expand_inputs
 from data.write_pass import PartTally
 from dlrm.build import build_embeddings, build_model, communicator
-from dlrm.checkpoint import CheckpointInfo, find_checkpoint
+from dlrm.checkpoint import INFO_FILE, CheckpointInfo, find_checkpoint
 from dlrm.checkpoint_load import load_model
 from dlrm.config import ScoreRun, TrainRun, to_config
 from dlrm.heartbeat import still_working
 from dlrm.launch import WorkerContext, start
 from dlrm.model import DLRM
 from dlrm.planning import check_tables_fit, make_plan
-from dlrm.run_folder import RunFolder
+from dlrm.run_folder import RunFolder, read_json
 from dlrm.run_record import versions
 from dlrm.scoring import evaluate, loader_timeout, score_batches
 from dlrm.train import NO_BEST, describe_eval, write_evaluation
 from embeddings.communicator import Communicator
 from embeddings.plan import Plan
 from embeddings.sharded import ShardedEmbeddings
+
+T = TypeVar("T")
+_MOST_TRIES = 5
 
 
 @dataclass(frozen=True)
@@ -100,7 +105,9 @@ def dataset_root_of(config: ScoreRun, run_path: Path) -> Path:
     path = run_path / "dataset.json"
     if not path.is_file():
         raise UserError(f"run={config.run}: the run ended before it opened its data (no {path})")
-    result = json.loads(path.read_text(encoding="utf-8"))
+    result = read_json(path)
+    if not isinstance(result, dict) or not {"root", "digest"} <= result.keys():
+        raise UserError(f"{path} is damaged: it isn't what the run wrote")
     root = Path(result["root"])
     if config.data.root is not None:
         root = Path.cwd() / Path(config.data.root).expanduser()
@@ -165,9 +172,36 @@ def run_evaluate(
     if config.out is not None:
         warnings.warn(f"out={config.out} is ignored: `evaluate` writes no rows", stacklevel=2)
     RunFolder(run_dir)
-    task = make_task(config, run_dir, say)
-    values: dict[str, Any] = start(evaluate_rank, (task,), config.launch, run_dir, here_only=(say,))
-    return values
+
+    def score(task: ScoreTask) -> dict[str, Any]:
+        values: dict[str, Any] = start(
+            evaluate_rank, (task,), config.launch, run_dir, here_only=(say,)
+        )
+        return values
+
+    return on_kept_model(lambda: make_task(config, run_dir, say), score, say)
+
+
+def on_kept_model(
+    find: Callable[[], ScoreTask], use: Callable[[ScoreTask], T], say: Callable[[str], None]
+) -> T:
+    """`use(find())`; again with the newer model, where a run that goes on has removed the one that
+    was found while it was read."""
+    for _ in range(_MOST_TRIES):
+        task = find()
+        folder = task.info.folder
+        try:
+            return use(task)
+        except UserError:  # The ranks' errors have no type of their own here.
+            if (folder / INFO_FILE).is_file():
+                raise
+        if task.config.checkpoint not in ("best", "latest"):
+            break
+        say(f"note    {folder} is gone: the run that goes on has newer ones")
+    raise UserError(
+        f"{folder} was removed while it was read: the run that goes on there keeps no more than "
+        "train.checkpoint_keep checkpoints, and the best"
+    )
 
 
 def evaluate_rank(
@@ -218,9 +252,12 @@ def run_predict(config: ScoreRun, run_dir: Path, say: Callable[[str], None] = pr
         out = Path.cwd() / Path(config.out).expanduser()
         if out.exists():
             raise UserError(f"out={out} exists; name another file or remove it")
-    task = make_task(config, run_dir, say)
-    written: Path = start(predict_rank, (task,), config.launch, run_dir, here_only=(say,))
-    return written
+
+    def score(task: ScoreTask) -> Path:
+        written: Path = start(predict_rank, (task,), config.launch, run_dir, here_only=(say,))
+        return written
+
+    return on_kept_model(lambda: make_task(config, run_dir, say), score, say)
 
 
 def predict_rank(
@@ -392,6 +429,25 @@ def _batches(trained: TrainedModel, *, need_labels: bool) -> Iterator[Batch]:
 
 
 def stored_config(path: Path) -> TrainRun:
+    """A run's configuration.
+
+    Raises:
+        UserError: naming the file, where it isn't what the run wrote.
+    """
+    text = path.read_bytes()
+    result = path.with_name("result.json")
+    written = read_json(result) if result.is_file() else {}
+    digest = written.get("config_digest") if isinstance(written, dict) else None
+    # What was cut at the end of a line is a configuration, too, but another one.
+    if digest is not None and digest != hashlib.sha256(text).hexdigest():
+        raise UserError(
+            f"{path} is damaged: its digest isn't the one in {result.name}; the run's checkpoints "
+            "have copies of it"
+        )
     schema = OmegaConf.structured(TrainRun)
-    config: TrainRun = to_config(OmegaConf.merge(schema, OmegaConf.load(path)))  # type: ignore[arg-type]
+    try:
+        loaded = OmegaConf.create(text.decode())
+        config: TrainRun = to_config(OmegaConf.merge(schema, loaded))  # type: ignore[arg-type]
+    except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError, UserError) as error:
+        raise UserError(f"{path} is damaged, or of another version: {error}") from error
     return config

@@ -54,6 +54,13 @@ class StartingPoint:
         """Whether the run's folder goes on being filled."""
         return self.resume is not None and self.resume.continues_folder
 
+    @property
+    def run_id(self) -> str | None:
+        """The id of the run that goes on in its folder; None of another, or where it has none."""
+        if self.resume is None or not self.continues_folder:
+            return None
+        return self.resume.info.run_id
+
     def check(self, config: TrainRun, dataset: PreparedDataset) -> None:
         """Refuses a checkpoint that doesn't fit the run.
 

@@ -49,7 +49,7 @@ class StopRequest:
         """Looks, once a step."""
         if not self.number and self._file is not None and self._file.exists():
             with suppress(ValueError):  # Not yet written: the next step sees it.
-                self.number = int(self._file.read_text())
+                self.number = int(self._file.read_text(encoding="utf-8"))
         return bool(self.number)
 
 

@@ -273,7 +273,7 @@ def check_unused(folder: Path, *, overwrite: bool) -> None:
         UserError: naming the folder.
     """
     try:
-        jobs = json.loads((folder / SWEEP_FILE).read_text())
+        jobs = json.loads((folder / SWEEP_FILE).read_text(encoding="utf-8"))
         num_completed = sum(job["status"] == COMPLETED for job in jobs)
     except (OSError, ValueError, TypeError, KeyError):
         return
@@ -315,7 +315,7 @@ def _number_at(source: Any, path: str) -> float | None:
 
 def _read_result(folder: Path | None) -> Mapping[str, Any]:
     try:
-        result = json.loads((folder / "result.json").read_text()) if folder else {}
+        result = json.loads((folder / "result.json").read_text(encoding="utf-8")) if folder else {}
     except (OSError, ValueError):
         return {}
     return result if isinstance(result, dict) else {}

@@ -7,7 +7,6 @@ memory; tables are written from where they are, and read in stretches. Reading r
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import os
@@ -24,7 +23,7 @@ from torch import Tensor
 
 from data.errors import UserError
 from data.files import naming
-from dlrm.early_write import EarlyWrite
+from dlrm.early_write import EarlyWrite, allocate
 
 BLOCK_BYTES = 1 << 20
 """What a digest is of, counted from the file's start; and what a reader keeps of each file."""
@@ -94,7 +93,7 @@ class TensorFileWriter:
         self._early = EarlyWrite(self._file.fileno())
         try:
             with naming(path):
-                _allocate(self._file.fileno(), self._num_bytes)
+                allocate(self._file.fileno(), self._num_bytes)
             self._put(memoryview(header))
         except BaseException:
             self.abandon()
@@ -242,15 +241,6 @@ class CheckedFile:
                 os.posix_fadvise(
                     self._file.fileno(), begin, self._told_bytes - begin, os.POSIX_FADV_WILLNEED
                 )
-
-
-def _allocate(descriptor: int, num_bytes: int) -> None:
-    """Has the system set a file's blocks aside, where it can."""
-    try:
-        os.posix_fallocate(descriptor, 0, num_bytes)
-    except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
-            raise
 
 
 class TensorFile:

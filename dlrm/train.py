@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
+import uuid
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -29,10 +29,12 @@ from dlrm.hot_set import describe_outcome
 from dlrm.launch import WorkerContext, join, start
 from dlrm.metrics import BinaryMetrics, EvalResult
 from dlrm.optim import describe_semantics
+from dlrm.own_files import finish_moving, has_model, own_entries
 from dlrm.planning import check_tables_fit, make_plan, why_on_device
-from dlrm.profile import PROFILE_FOLDER, StepProfiler, describe_profile, profiled_steps
+from dlrm.profile import StepProfiler, describe_profile, profiled_steps
 from dlrm.resume import is_restarted, with_restarts
 from dlrm.run_folder import RunFolder
+from dlrm.run_lock import locked_run
 from dlrm.run_record import RunRecord
 from dlrm.scoring import teacher_result
 from dlrm.side_output import side_output
@@ -45,6 +47,7 @@ from embeddings.communicator import Communicator, ProcessGroup, SingleProcess
 from embeddings.plan_choice import PlannedLayout
 
 _PREPARE_TIMEOUT = timedelta(days=7)
+_VANISH_S = 30.0
 NO_BEST = (
     "note    no evaluation on a valid part had an AUC, so no model is the best: this is the latest"
 )
@@ -98,9 +101,21 @@ def run_train(
     if under_torchrun():
         joined: dict[str, Any] = join(_train_joined, (config, config_yaml, run_dir), config.launch)
         return joined
-    begin = _starting_point(config, run_dir)
+    with locked_run(run_dir):
+        return _train_here(config, config_yaml, run_dir, say, fresh_processes=fresh_processes)
+
+
+def _train_here(
+    config: TrainRun,
+    config_yaml: str,
+    run_dir: Path,
+    say: Callable[[str], None],
+    *,
+    fresh_processes: bool,
+) -> dict[str, Any]:
+    begin, dataset = _starting_point(config, run_dir)
     with _recorded(config, config_yaml, run_dir, config.launch.nproc, say, begin) as record:
-        task = _make_task(config, record, say, begin)
+        task = _make_task(config, record, say, begin, dataset)
         if not fresh_processes:  # A sweep's jobs would repeat 26 lines; plan.json has them.
             _announce_plan(task, say)
         start(
@@ -141,13 +156,21 @@ def _train_joined(
         return {}
     is_told = False
     try:
-        config = with_restarts(config, run_dir)
-        with keep_beating(context.heartbeat, "prepare the data"):
-            begin = _starting_point(config, run_dir)
-        with _recorded(config, config_yaml, run_dir, context.world_size, print, begin) as record:
+        # Of a group that torchrun has ended, this rank's predecessor may take a moment to vanish.
+        restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        with ExitStack() as held:
+            with keep_beating(context.heartbeat, "prepare the data"):
+                held.enter_context(locked_run(run_dir, _VANISH_S if restarts else 0.0))
+                config = with_restarts(config, run_dir)
+                begin, dataset = _starting_point(config, run_dir)
+            record = held.enter_context(
+                _recorded(config, config_yaml, run_dir, context.world_size, print, begin)
+            )
             with keep_beating(context.heartbeat, "prepare the data"):
                 local_world_size = int(os.environ["LOCAL_WORLD_SIZE"])
-                task = _make_task(config, record, print, begin, ranks_per_host=local_world_size)
+                task = _make_task(
+                    config, record, print, begin, dataset, ranks_per_host=local_world_size
+                )
             patient.all_gather_object(task)
             is_told = True
             _announce_plan(task, print)
@@ -161,14 +184,28 @@ def _train_joined(
     return record.result
 
 
-def _starting_point(config: TrainRun, run_dir: Path) -> StartingPoint:
-    """Found and checked, before anything in the run's folder is replaced."""
+def _starting_point(
+    config: TrainRun, run_dir: Path
+) -> tuple[StartingPoint, PreparedDataset | None]:
+    """Found and checked, before anything in the run's folder is replaced. Where a checkpoint is to
+    fit the data or an earlier run is to make room, the data are opened for it."""
+    finish_moving(run_dir)
     begin = StartingPoint.find(config, run_dir)
-    if begin.is_given:
-        with PrepareDisplay() as display:
-            dataset = open_dataset(config.data, Path.cwd(), display)
-        begin.check(config, dataset)
-    return begin
+    overwrite = config.train.overwrite or is_restarted(run_dir)
+    if not begin.continues_folder:
+        RunFolder.check_free(run_dir, overwrite=overwrite)
+    if not begin.is_given and not (config.train.overwrite and own_entries(run_dir)):
+        return begin, None
+    dataset = _open_data(config)
+    begin.check(config, dataset)
+    return begin, dataset
+
+
+def _open_data(config: TrainRun) -> PreparedDataset:
+    with PrepareDisplay() as display:
+        dataset = open_dataset(config.data, Path.cwd(), display)
+    dataset.check("train")
+    return dataset
 
 
 @contextmanager
@@ -191,10 +228,10 @@ def _recorded(
         world_size,
         resume=begin.continues_folder,
         overwrite=is_restarted(run_dir),
+        settles=False,
+        run_id=begin.run_id or uuid.uuid4().hex,
         **({"torchrun": launch_id()} if under_torchrun() else {}),
     )
-    # Of a run that was here before, where the folder may be used again.
-    shutil.rmtree(record.folder.path / PROFILE_FOLDER, ignore_errors=True)
     try:
         with record:
             try:
@@ -202,11 +239,16 @@ def _recorded(
             finally:
                 # Rank 0, perhaps another process, has added its figures, also if it failed.
                 record.result |= record.folder.read_json("result.json")
-    finally:
+    except BaseException:
         with side_output("there is no report"):
-            report = write_report(record.folder.path)
-            if record.result["status"] == "completed":
-                say(f"report  {report}")
+            write_report(record.folder.path)
+        if record.folder.settle(is_kept=has_model(run_dir)):
+            say(f"run     it ended before it kept a model: {run_dir} holds the earlier run again")
+        raise
+    with side_output("there is no report"):
+        report = write_report(record.folder.path)
+        say(f"report  {report}")
+    record.folder.settle(is_kept=True)
 
 
 def _make_task(
@@ -214,13 +256,12 @@ def _make_task(
     record: RunRecord,
     say: Callable[[str], None],
     begin: StartingPoint,
+    dataset: PreparedDataset | None,
     *,
     ranks_per_host: int | None = None,
 ) -> TrainTask:
     folder, result, world_size = record.folder, record.result, record.result["world_size"]
-    with PrepareDisplay() as display:
-        dataset = open_dataset(config.data, Path.cwd(), display)
-    dataset.check("train")
+    dataset = dataset or _open_data(config)
     manifest = dataset.manifest
     recorded = {"root": str(dataset.root.resolve()), "digest": manifest.digest()}
     folder.write_json("dataset.json", recorded)

@@ -462,11 +462,12 @@ class Trainer:
             tuple(recorder.history),
         )
         about = about_run(self.config, self.dataset, self._plan)
+        about["run_id"] = self.folder.run_id
         about["warm_start"] = self.warm_started
         about["steps_without_weight"] = recorder.steps_without_weight
         about["torch_rng_state"] = bytes(torch.get_rng_state().tolist()).hex()
         files = {
-            name: (self.folder.path / name).read_text()
+            name: (self.folder.path / name).read_text(encoding="utf-8")
             for name in ("config.yaml", "plan.json")
             if (self.folder.path / name).is_file()
         }
@@ -494,7 +495,12 @@ class Trainer:
             self.steps_done = self._steps_before = progress.step
             self._epoch, self._batch = next_batch(info, self.config, self.dataset)
             self._count_steps()
-            if progress.history and progress.history[-1]["step"] == progress.step:
+            is_own, history = is_of_run(info, self.folder.path), progress.history
+            if not is_own and self.steps_done >= self.total_steps and history:
+                # With nothing left to train: a folder of its own gets the model all the same,
+                # evaluated and kept.
+                history = tuple(entry for entry in history if entry["step"] < progress.step)
+            if history and history[-1]["step"] == progress.step:
                 self._evaluated_step = progress.step
             elif progress.step > 0:
                 done = self._batch or self.batches_per_epoch
@@ -502,15 +508,12 @@ class Trainer:
             self.warm_started = info.values.get("warm_start")
             rng_state = list(bytes.fromhex(info.values["torch_rng_state"]))
             torch.set_rng_state(torch.tensor(rng_state, dtype=torch.uint8))
-            self.recorder.resume(
-                progress.step, progress.samples, progress.loss_last, progress.history
-            )
+            self.recorder.resume(progress.step, progress.samples, progress.loss_last, history)
             self.recorder.steps_without_weight = info.values.get("steps_without_weight", 0)
-            if is_of_run(info, self.folder.path):
+            if is_own:
                 on_first_rank(self.comm, lambda: self.checkpoints.drop_after(info))
-            # In a folder without it, the best model so far is none that could be tested.
-            has_best = self.comm.all_gather_object((self.checkpoints.root / "best").is_file())[0]
-            self.best = BestTracker(best_value=progress.best_value if has_best else None)
+            best_value = on_first_rank(self.comm, lambda: self.checkpoints.best_value(progress))
+            self.best = BestTracker(best_value=best_value)
 
     def _count_steps(self) -> None:
         """The steps of a resumed run: those that are done, and as many as there are batches left,

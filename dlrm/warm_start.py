@@ -18,8 +18,9 @@ from dlrm.checkpoint import CheckpointInfo, find_checkpoint
 from dlrm.checkpoint_load import on_all_ranks
 from dlrm.checkpoint_rows import RowsReader, StoredTable
 from dlrm.config import TrainRun
+from dlrm.dense_moments import rescale_first_layer
 from dlrm.resume import is_of_run
-from dlrm.tensor_file import dtype_name
+from dlrm.tensor_file import dtype_name, names_of
 from dlrm.warm_start_fit import Fit
 from embeddings.sharded import ShardedEmbeddings
 from embeddings.store import WEIGHT, RowsPart, RowStore, take_columns
@@ -205,13 +206,21 @@ class _Loading:
                     self._load_table(reader, table, parts, beat)
         finally:
             reader.close()
-        if self._config.train.warm_start.state:
+        if self._takes_state:
             # Adam's bias correction belongs to its moments.
             store.num_steps = self._info.values["num_row_steps"]
         self._embeddings.rows_changed()
         own = self._model.state_dict()
         for name in self._fit.dense_taken:
             own[name].copy_(self._fit.dense[name])
+        moved, _ = self._fit.moved_columns
+        if moved:
+            rescale_first_layer(own, moved)
+
+    @property
+    def _takes_state(self) -> bool:
+        """Whether state of rows comes along: there must be some."""
+        return self._config.train.warm_start.state and bool(self._fit.kept)
 
     def _load_table(
         self,
@@ -243,7 +252,7 @@ class _Loading:
             tables=self._counts,
             new_tables=[t.name for t in self._embeddings.tables if t.name not in kept],
             dropped_tables=[name for name in self._info.tables if name not in kept],
-            state=self._config.optim.sparse.name if config.state else None,
+            state=self._config.optim.sparse.name if self._takes_state else None,
             dense_loaded=fit.dense_taken,
             dense_new=[name for name in self._model.state_dict() if name not in taken],
             dense_dropped=[name for name in fit.dense if name not in taken],
@@ -258,6 +267,18 @@ class _Loading:
             for dtype in {self._info.tables[table.name].dtype for table in self._fit.kept}
             if dtype != own
         ]
+        moved, unknown = self._fit.moved_columns
+        notes += [
+            f"{column.describe()}; the first dense layer is rescaled, so that a value means what "
+            "it meant"
+            for column in moved
+        ]
+        if unknown:
+            notes.append(
+                f"the checkpoint doesn't say by which mean and deviation {names_of(unknown)} were "
+                "standardised, and its data are gone: the dense weights may expect others than "
+                "these data's"
+            )
         # Under `matching`, a first layer may have been taken although its columns mean others.
         return notes + (self._fit.input_differences() if self._fit.dense_taken else [])
 

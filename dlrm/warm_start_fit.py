@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from pathlib import Path
 
 from torch import Tensor, nn
 
@@ -11,6 +12,7 @@ from data.errors import UserError
 from data.parquet import PreparedDataset
 from dlrm.checkpoint import CheckpointInfo
 from dlrm.config import TrainRun
+from dlrm.dense_moments import FIRST_BIAS, FIRST_WEIGHT, MovedColumn, moved_columns
 from dlrm.tensor_file import names_of
 from dlrm.warm_start_rows import START_ANEW, RowMatcher
 from embeddings.table import TableConfig
@@ -63,6 +65,15 @@ class Fit:
             if name in self.dense and self.dense[name].shape == tensor.shape
         ]
 
+    @cached_property
+    def moved_columns(self) -> tuple[list[MovedColumn], list[str]]:
+        """Of `dense_moments`, where the first dense layer is taken; else none."""
+        if not {FIRST_WEIGHT, FIRST_BIAS} <= set(self.dense_taken):
+            return [], []
+        given = self._wanted.data_root
+        root = None if given is None else Path.cwd() / Path(given).expanduser()
+        return moved_columns(self._info, self._dataset.manifest, root)
+
     def check(self) -> None:
         """Refuses what doesn't fit, all of it in one message.
 
@@ -101,6 +112,13 @@ class Fit:
             f"dense feature {name}: stored transform {transforms[name]}, wanted {column.transform}"
             for name, column in manifest.schema.dense.items()
             if transforms.get(name, column.transform) != column.transform
+        ]
+        stored = {feature["name"]: feature for feature in values["features"]}
+        differing += [
+            f"sparse feature {feature.name}: stored pooling {old}, wanted {feature.pooling}"
+            for feature in manifest.features
+            if (old := stored.get(feature.name, {}).get("pooling", feature.pooling))
+            != feature.pooling
         ]
         return differing
 

@@ -73,7 +73,11 @@ class Watchdog:
     def told(self) -> list[Failure]:
         """What workers have told of their failures, the first one first."""
         paths = (failure_file(self._folder, rank) for rank in range(self._world_size))
-        told = [Failure(**json.loads(path.read_text())) for path in paths if path.exists()]
+        told = [
+            Failure(**json.loads(path.read_text(encoding="utf-8")))
+            for path in paths
+            if path.exists()
+        ]
         return sorted(told, key=lambda failure: failure.time_s)
 
     def end(self) -> None:

@@ -87,7 +87,7 @@ class RankNetwork:
             OSError: naming the namespace.
         """
         libc = ctypes.CDLL(None, use_errno=True)  # os.setns is Python 3.12's.
-        with open(self.namespace) as opened:
+        with open(self.namespace, "rb") as opened:
             if libc.setns(opened.fileno(), _CLONE_NEWNET) != 0:
                 number = ctypes.get_errno()
                 raise OSError(number, os.strerror(number), self.namespace)
@@ -165,7 +165,7 @@ def main(folder: Path, launcher_pid: int, *, stops_in_order: bool = False) -> No
             signal.signal(number, signal.SIG_IGN)  # Being told to end isn't why it failed.
         failure = _describe(error, rank)
         partial = failure_file(folder, rank).with_suffix(".partial")
-        partial.write_text(json.dumps(asdict(failure)))
+        partial.write_text(json.dumps(asdict(failure)), encoding="utf-8")
         os.replace(partial, failure_file(folder, rank))
         _end(1)
 
@@ -294,7 +294,7 @@ def _handle_signals(folder: Path, rank: int, *, stops_in_order: bool) -> None:
     A batch system may send its signal to workers, too, or to them alone. Of a run that stops in
     order, a first one that isn't the launcher's goes into the stop file.
     """
-    file = open(stack_file(folder, rank), "w")  # noqa: SIM115  (lives as long as the process)
+    file = open(stack_file(folder, rank), "w", encoding="utf-8")  # noqa: SIM115  (lives as long as the process)
     may_go_on = stops_in_order
 
     def stop(number: int, frame: FrameType | None) -> None:

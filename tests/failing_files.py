@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-OPERATIONS = ("open", "write", "fsync", "allocate", "rename", "unlink", "mkdir")
+OPERATIONS = ("open", "write", "fsync", "rename", "unlink", "mkdir")
 
 
 def no_space() -> OSError:
@@ -124,7 +124,6 @@ def _replacements(check: Callable[..., None]) -> list[tuple[Any, str, Any]]:
         (io, "open", open_checked),
         (os, "write", of_descriptor("write", os.write)),
         (os, "fsync", of_descriptor("fsync", os.fsync)),
-        (os, "posix_fallocate", of_descriptor("allocate", os.posix_fallocate)),
         (os, "rename", of_path("rename", os.rename)),
         (os, "replace", of_path("rename", os.replace)),
         (os, "unlink", of_path("unlink", os.unlink)),

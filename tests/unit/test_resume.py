@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tensorboardX.proto.event_pb2 import Event, SessionLog
 from torch import Tensor
 
 from data.errors import UserError
@@ -858,3 +859,59 @@ def test_the_first_group_goes_on_from_nothing_by_itself(
     config = compose_config("train")
     assert with_restarts(config, run_dir) == config
     assert not is_restarted(run_dir)
+
+
+# ----------------------------------------------------------- nothing left, and no step twice
+
+
+@pytest.mark.parametrize("given", ["run", "checkpoints/step-000016", "checkpoints/step-000012"])
+def test_f18_a_finished_run_in_a_new_folder_is_evaluated_and_kept(
+    given: str, overrides: list[str], run_dir: Path, finished: Path, tmp_path: Path
+) -> None:
+    """With nothing left to train, by the run's own end or since `train.max_steps` says so."""
+    path = run_dir if given == "run" else run_dir / given
+    new = tmp_path / "new"
+    more = [f"train.resume={path}", f"hydra.run.dir={new}"]
+    step = 12 if given.endswith("12") else 16
+    if step == 12:
+        more.append("train.max_steps=8")
+    assert dlrm("train", *overrides, *more) == 0
+    result = read_result(new)
+    assert result["status"] == "completed"
+    assert result["train"]["steps"] == step
+    assert [line["eval"]["split"] for line in eval_lines(new)] == ["valid", "test"]
+    assert_equal_checkpoints(latest(new), run_dir / "checkpoints" / f"step-{step:06d}")
+    assert latest(new, "best").name == f"step-{step:06d}"
+    history = open_checkpoint(latest(new)).progress.history
+    assert [entry["step"] for entry in history] == [step]
+    if step == 16:
+        assert result["eval"] == read_result(finished)["eval"]
+
+
+def test_f35_tensorboard_shows_each_step_once(
+    overrides: list[str], finished: Path, run_dir: Path
+) -> None:
+    """A kill after step 12, gone on with from step 8: the event files of before are still read."""
+    drop_after(run_dir, 8)
+    (before,) = (run_dir / "tensorboard").iterdir()
+    before.rename(before.with_name("events.out.tfevents.0000000001.first"))
+    assert dlrm("train", *overrides, f"hydra.run.dir={run_dir}", "train.resume=latest") == 0
+    assert len(list((run_dir / "tensorboard").iterdir())) == 2
+    shown = steps_on_board(run_dir, "train/loss")
+    assert shown == steps_on_board(finished, "train/loss") == [4, 8, 12, 16]
+    assert steps_on_board(run_dir, "valid/auc") == [16]
+
+
+def steps_on_board(run_dir: Path, tag: str) -> list[int]:
+    """As TensorBoard reads a folder: file by file, and a restart drops what it comes before."""
+    steps: list[int] = []
+    for path in sorted((run_dir / "tensorboard").iterdir()):
+        content, position = path.read_bytes(), 0
+        while position < len(content):
+            length = int.from_bytes(content[position : position + 8], "little")
+            event = Event.FromString(content[position + 12 : position + 12 + length])
+            position += 8 + 4 + length + 4
+            if event.session_log.status == SessionLog.START:
+                steps = [step for step in steps if step < event.step]
+            steps += [event.step for value in event.summary.value if value.tag == tag]
+    return steps

@@ -68,6 +68,7 @@ RESULT_TYPES: dict[str, Any] = {
     "status": str,
     "world_size": int,
     "seed": int,
+    "run_id": str,
     "num_threads": int,
     "versions": {"torch": str, "numpy": str, "numba": str, "pyarrow": str, "hydra-core": str},
     "config_digest": str,
@@ -284,7 +285,11 @@ def test_a_used_folder_is_refused_whatever_it_holds(tmp_path: Path) -> None:
 def test_overwriting_removes_all_of_the_earlier_run(run_dir: Path, tmp_path: Path) -> None:
     copied = tmp_path / "copied"
     shutil.copytree(run_dir, copied)
-    RunFolder(copied, overwrite=True)
+    before = {path.relative_to(copied) for path in copied.rglob("*") if path.is_file()}
+    folder = RunFolder(copied, overwrite=True)
+    waiting = copied / "earlier-run"
+    assert {path.relative_to(waiting) for path in waiting.rglob("*") if path.is_file()} == before
+    folder.settle(is_kept=True)
     assert not [path for path in copied.rglob("*") if path.is_file()]
 
 

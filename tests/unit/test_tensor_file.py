@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from data.errors import UserError
-from dlrm import tensor_file
+from dlrm import early_write, tensor_file
 from dlrm.tensor_file import (
     BLOCK_BYTES,
     CheckedFile,
@@ -329,7 +329,7 @@ def test_a_write_that_fails_names_the_file(
 ) -> None:
     """Where space isn't reserved (some network file systems), or the disk fails at the flush."""
     path = tmp_path / "t"
-    monkeypatch.setattr(os, "posix_fallocate", lambda *_: None)
+    monkeypatch.setattr(tensor_file, "allocate", lambda *_: None)
 
     def fail(_: int) -> None:
         raise OSError(errno.EIO, "Input/output error")
@@ -344,25 +344,39 @@ def test_a_write_that_fails_names_the_file(
         assert path.stat().st_size == 4096, "as much as fitted"
 
 
-def test_f23_a_file_system_without_allocation_and_advice_does(
+def test_f23_a_file_system_without_advice_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both only help; a full disk is still told at once."""
-
     def refuse(*_: int) -> None:
         raise OSError(errno.EOPNOTSUPP, "Operation not supported")
 
-    monkeypatch.setattr(os, "posix_fallocate", refuse)
     monkeypatch.setattr(os, "posix_fadvise", refuse)
     expected = random_tensor((300, 7), torch.float32)
     with small_blocks():
         digest = write_tensors(tmp_path / "t", {"t": expected})
         assert_same(TensorFile(tmp_path / "t", digest).read("t"), expected)
 
-    def full(*_: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(OSError, match="No space left") as caught:
-        write_tensors(tmp_path / "u", {"t": expected})
-    assert caught.value.filename == str(tmp_path / "u")
+@pytest.mark.parametrize("number", [errno.EOPNOTSUPP, errno.ENOSYS])
+def test_f36_without_fallocate_a_file_gets_its_size_and_no_byte_is_written(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """glibc's posix_fallocate would write each block of it, unheard: hours for a large table."""
+
+    class Libc:
+        @staticmethod
+        def fallocate(descriptor: int, mode: int, offset: int, size: int) -> int:
+            return -1
+
+    monkeypatch.setattr(early_write.ctypes, "CDLL", lambda *_, **__: Libc())
+    monkeypatch.setattr(early_write.ctypes, "get_errno", lambda: number)
+    with open(tmp_path / "f", "wb") as file:
+        early_write.allocate(file.fileno(), 1 << 30)
+        assert os.fstat(file.fileno()).st_size == 1 << 30
+        assert os.fstat(file.fileno()).st_blocks == 0
+
+
+def test_f36_room_is_taken_where_the_file_system_can(tmp_path: Path) -> None:
+    with open(tmp_path / "f", "wb") as file:
+        early_write.allocate(file.fileno(), 1 << 20)
+        assert os.fstat(file.fileno()).st_size == 1 << 20

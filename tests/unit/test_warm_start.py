@@ -723,3 +723,39 @@ def test_the_command(
 
     assert train("second", "two", warm, "train.resume=latest") == 2
     assert "train.warm_start.path=first starts a new one" in capfd.readouterr().err
+
+
+def test_f35_where_every_table_is_new_no_step_count_comes_along(
+    old_of: Callable[[str], Old], wider: PreparedDataset, data: PreparedDataset, tmp_path: Path
+) -> None:
+    """Adam's bias correction belongs to moments that are kept; of fresh ones it would be none."""
+    old = old_of("adam")
+    names = list(old.info.tables)
+    found = start(
+        old.info, data, tmp_path / "run", rule="adam", new_tables=names, dropped_tables=names
+    )
+    assert found.num_row_steps == 0
+    assert (found.outcome.state, found.outcome.tables) == (None, {})
+    assert any("state of kept rows starts anew" in line for line in found.outcome.lines())
+    some = start(
+        old.info, data, tmp_path / "some", rule="adam", new_tables=names[1:],
+        dropped_tables=names[1:],
+    )  # fmt: skip
+    assert some.num_row_steps == old.info.values["num_row_steps"] > 0
+    assert some.outcome.state == "adam"
+
+
+def test_f35_a_feature_that_is_pooled_otherwise_is_named(
+    old: Old, data: PreparedDataset, tmp_path: Path
+) -> None:
+    """Its vector is another, though every shape is the same."""
+    features = [
+        {**feature, "pooling": "mean"} if feature["name"] == "many" else feature
+        for feature in old.info.values["features"]
+    ]
+    info = replace(old.info, values={**old.info.values, "features": features})
+    message = refusal(info, data)
+    assert "sparse feature many: stored pooling mean, wanted sum" in message
+    assert "feature words" not in message
+    found = start(info, data, tmp_path / "run", dense="matching")
+    assert any("stored pooling mean" in line for line in found.outcome.lines())
