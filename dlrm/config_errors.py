@@ -52,7 +52,8 @@ def explain(verb: str, error: Exception) -> str:
         )
     if cause is not None and str(cause) and str(cause) not in text:
         text = f"{text}\n{cause}"
-    key = re.search(r"full_key: (\S+)", text)
+    # Of `train.epochs` where all of `train` is unknown, the whole key.
+    key = re.search(r"Could not override '([^']+)'", text) or re.search(r"full_key: (\S+)", text)
     file = re.search(r"In '([^']+)'", text)
     where = f"{file[1]}: " if file else ""
     if key:
@@ -92,11 +93,13 @@ def _unknown_key(verb: str, key: str, found: re.Match[str]) -> str:
     config = _classes(RUN_CONFIGS[verb]).get(found[2])
     names = [f.name for f in fields(config)] if config else []
     siblings = [f"{group}.{name}" if group else name for name in names]
+    if not key.endswith(f".{found[1]}"):
+        siblings = []  # A part further up is unknown.
     near = difflib.get_close_matches(key, [*siblings, *known_keys(RUN_CONFIGS[verb])], n=3)
     message = f"{key}: there is no such key"
     if near:
         return f"{message}; did you mean {', '.join(dict.fromkeys(near))}?"
-    return f"{message}; the keys of {group} are {', '.join(names)}" if names else message
+    return f"{message}; the keys of {group or verb} are {', '.join(names)}" if names else message
 
 
 def _wrong_number(verb: str, key: str, found: re.Match[str]) -> str:

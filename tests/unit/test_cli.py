@@ -99,16 +99,16 @@ def test_entries_named_by_the_user_need_no_plus(capfd: pytest.CaptureFixture[str
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["trian.epochs=2"], ["'trian.epochs'", "did you mean train.epochs"]),
+        (["trian.epochs=2"], ["trian.epochs", "did you mean train.epochs"]),
         (["optim.sparse.lrr=1"], ["optim.sparse.lrr", "did you mean optim.sparse.lr"]),
         (["optim.dense.momentum=0.9"], ["optim.dense.momentum"]),  # B22
         (["+optim.dense.momentum=0.9"], ["optim.dense.momentum", "no such key"]),
-        (["optim.dense.lr=abc"], ["optim.dense.lr", "'abc'"]),
+        (["optim.dense.lr=abc"], ["optim.dense.lr", "=abc: must be a number"]),
         (["data.batch_size=64.5"], ["data.batch_size", "64.5"]),
         (["data.batch_size=null"], ["data.batch_size"]),
-        (["train.overwrite=maybe"], ["train.overwrite", "'maybe'"]),
+        (["train.overwrite=maybe"], ["train.overwrite", "=maybe: must be true or false"]),
         (["model.top_mlp=10-20"], ["model.top_mlp"]),
-        (["model.top_mlp=[10,a]"], ["model.top_mlp[1]", "'a'"]),
+        (["model.top_mlp=[10,a]"], ["model.top_mlp[1]", "=a: must be a whole number"]),
         (["train.epochs"], ["'train.epochs'", "key=value"]),
         (["model.top_mlp=[10"], ["'model.top_mlp=[10'"]),
         (["data.root=a=b"], ["'data.root=a=b'", "quotes"]),
