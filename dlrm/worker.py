@@ -302,7 +302,7 @@ def _handle_signals(folder: Path, rank: int, *, stops_in_order: bool) -> None:
         if may_go_on and not _is_ending(folder):
             may_go_on = False
             with suppress(OSError):
-                stop_file(folder).write_text(str(number))
+                stop_file(folder).write_text(str(number), encoding="utf-8")
                 os.ftruncate(file.fileno(), 0)  # The stack: nothing has failed.
                 os.lseek(file.fileno(), 0, os.SEEK_SET)
                 return

@@ -259,7 +259,7 @@ def test_any_text_survives_the_written_configuration(
 ) -> None:
     assume(not any("${" in text for text in texts))  # An interpolation, in every configuration.
     path = tmp_path_factory.getbasetemp() / "schema.yaml"
-    schema = Schema(label=LabelColumn(positive=texts))
+    schema = Schema(label=LabelColumn(positive=texts, negative=[]))
     path.write_text(OmegaConf.to_yaml(OmegaConf.structured(schema)))
     loaded = OmegaConf.merge(OmegaConf.structured(Schema), OmegaConf.load(path))
     assert OmegaConf.to_object(loaded) == schema

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from data import lanes, parquet
 from data.batch import Batch
 from data.errors import UserError
+from data.hashing import mix
 from data.loader import Prefetcher
 from data.parquet import Order, PreparedDataset
 from data.prepare import RawInputs, prepare
@@ -190,6 +191,7 @@ def test_everything_of_a_row_travels_with_it(
 ) -> None:
     raw = read_part(dataset.root, "train")
     assert raw["row"] == list(range(600)), "the written part is in raw order"
+    mixed = mix(np.arange(600, dtype=np.uint64) * np.uint64(11)).tolist()
     seen = 0
     for rank in range(world_size):
         order = Order(100, seed=3, shuffle=shuffle, rank=rank, world_size=world_size)
@@ -201,7 +203,7 @@ def test_everything_of_a_row_travels_with_it(
                 assert weight == row % 5 / 2
                 tags = [((row + 3 * n) % 50, row % 8 + n / 4) for n in range(row % 4)]
                 seen_ids = [(n, 1.0) for n in range(row % 3)]
-                city, user = [(raw["city"][row], 1.0)], [(1 + row * 11 % 996, 1.0)]
+                city, user = [(raw["city"][row], 1.0)], [(1 + mixed[row] % 996, 1.0)]
                 assert bags == [city, tags, user, seen_ids]
     assert seen == 600
 

@@ -158,7 +158,7 @@ def test_f30_a_report_that_fails_hides_no_error(
     """Two tracebacks were printed, of which the second hid what had happened."""
     monkeypatch.setattr("dlrm.report.write_report", no_room)
     with (
-        fail_at(0, within=tmp_path / "run" / "checkpoints", operations=("allocate",), stays=True),
+        fail_at(0, within=tmp_path / "run" / "checkpoints", operations=("open",), stays=True),
         pytest.warns(UserWarning, match="there is no report"),
     ):
         assert dlrm(*arguments) == 1

@@ -81,7 +81,7 @@ def test_f39_tables_that_are_to_be_loaded_are_not_filled(
     assert dlrm("evaluate", "run=whole", "hydra.run.dir=scored") == 0
 
 
-@pytest.mark.parametrize("rows", [2**40, 2**56, 2**61])
+@pytest.mark.parametrize("rows", [2**40, 2**50, 2**56])
 def test_f40_a_table_that_can_t_be_had_is_named(rows: int) -> None:
     """Whatever the system says: no memory, too large a number, or nothing of a size."""
     piece = Piece("clicks", 0, 0, rows, ((0, 64),))

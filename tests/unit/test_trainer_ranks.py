@@ -310,15 +310,15 @@ def test_b18_replicas_stay_equal_to_the_bit(visits: PreparedDataset, tmp_path: P
 # --------------------------------------------------------------------------------------- evaluation
 
 
-class FirstDense(nn.Module):
-    """A model whose logit is its one dense feature."""
+class FirstPooled(nn.Module):
+    """A model whose logit is its one pooled value."""
 
     def __init__(self) -> None:
         super().__init__()
         self.head = nn.Linear(1, 1)
 
     def forward(self, dense_BN: Tensor, pooled_BS: Tensor) -> Tensor:
-        return dense_BN[:, 0]
+        return pooled_BS[:, 0]
 
 
 def evaluate_predictions(comm: ThreadRank, of_rank: list[list[tuple[float, float]]]) -> EvalResult:
@@ -326,12 +326,12 @@ def evaluate_predictions(comm: ThreadRank, of_rank: list[list[tuple[float, float
     embeddings = SimpleNamespace(
         comm=comm,
         plan_batch=lambda ids, training: None,
-        lookup=lambda plan, training: torch.empty(0),
+        lookup=lambda plan, training: pairs[:, 1:].logit(),
     )
     pairs = torch.tensor(of_rank[comm.rank], dtype=torch.float64).view(-1, 2)
     ids = JaggedIds(torch.empty(0, dtype=torch.int64), torch.zeros(len(pairs) + 1).long(), 1)
-    batch = Batch(pairs[:, 1:].logit(), ids, pairs[:, 0].float(), None, torch.arange(len(pairs)))
-    model: Any = FirstDense().double()
+    batch = Batch(pairs[:, 1:].float(), ids, pairs[:, 0].float(), None, torch.arange(len(pairs)))
+    model: Any = FirstPooled().double()
     return evaluate(model, embeddings, [batch], "fp64").result()  # type: ignore[arg-type]
 
 

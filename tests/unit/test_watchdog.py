@@ -109,8 +109,8 @@ def handle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     files = []
 
-    def opened(path: Path, mode: str) -> object:
-        files.append(path.open(mode))
+    def opened(path: Path, mode: str, encoding: str) -> object:
+        files.append(path.open(mode, encoding=encoding))
         return files[-1]
 
     monkeypatch.setattr(worker, "open", opened, raising=False)
