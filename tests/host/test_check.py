@@ -342,7 +342,7 @@ def test_a_fault_that_cannot_show_is_refused(
         ("mean_of_means", "adam", {}),
         ("dense_not_summed", "sgd", {}),
         ("clip_local_norm", "sgd", {"optim": {"clip_norm": 0.05}}),
-        ("ignore_schedule", "sgd", {"optim": {"schedule": {"warmup_steps": 3}}}),
+        ("ignore_schedule", "sgd", {"optim": {"schedule": {"warmup_steps": 2}}}),
         ("wrong_owner_row", "adagrad", {}),
         ("ignore_bag_weights", "adagrad", {}),
         ("sum_for_mean", "adagrad", {}),
