@@ -205,10 +205,12 @@ def test_ranks_go_on_with_their_rows_brought_in_another_way(
     assert_same_on_all_ranks(found)
     assert_close(found[0].tables, whole[0].tables)
     assert_close(found[0].dense, whole[0].dense)
-    # And with the same settings to the bit.
-    always = [(stop, ways[0]) for stop in stops]
+    # And with the same settings to the bit. The norm adds hot and cold rows apart, and what was
+    # looked up lately isn't kept: with `drift` a resumed run might choose other hot rows.
+    (way,) = with_layout(layout, in_host("lookahead", 2, drift=None))
+    always = [(stop, way) for stop in stops]
     found, _ = run_parts(baskets, tmp_path / "always", world_size, always, **same)
-    expected, _ = run_parts(baskets, tmp_path / "never", world_size, [(29, ways[0])], **same)
+    expected, _ = run_parts(baskets, tmp_path / "never", world_size, [(29, way)], **same)
     assert_equal_ends(found, expected)
 
 
