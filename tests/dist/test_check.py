@@ -87,6 +87,7 @@ def command(
     return run
 
 
+@pytest.mark.smoke
 def test_the_command_checks_two_processes(
     command: Callable[..., tuple[int, str, str]], tmp_path: Path, forked: None
 ) -> None:

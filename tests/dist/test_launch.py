@@ -124,6 +124,7 @@ def fail(tmp_path: Path, pids: Path, forked: None) -> Callable[..., str]:
 # ------------------------------------------------------------------------------- a run that works
 
 
+@pytest.mark.smoke
 def test_rank_0_returns_its_value(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     environment = dict(os.environ)
     handlers = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]

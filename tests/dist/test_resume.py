@@ -254,6 +254,7 @@ def test_f12_a_signal_to_everybody_ends_a_run_in_order(
     assert not any(map(is_alive, workers.values()))
 
 
+@pytest.mark.smoke
 def test_a_second_signal_ends_at_once(
     runs: Runs, undisturbed: Callable[[int], Path], folder: Path
 ) -> None:

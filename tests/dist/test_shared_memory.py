@@ -546,6 +546,7 @@ def test_values_do_not_go_through_the_network() -> None:
     assert found[0].loopback_bytes < 0.01 * counted_bytes
 
 
+@pytest.mark.smoke
 def test_a_run_comes_to_the_model_of_gloo(
     workers: Workers, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -810,6 +810,7 @@ def train(
     return run
 
 
+@pytest.mark.smoke
 def test_a_run_comes_to_the_model_of_shared_memory(
     train: Callable[..., tuple[int, dict[str, Any]]],
 ) -> None:

@@ -218,6 +218,7 @@ def test_neither_overlap_nor_evaluations_change_a_bit(
 # ---------------------------------------------------------------------------- folder and figures
 
 
+@pytest.mark.smoke
 def test_b45_one_folder_holds_what_one_process_would_write(
     default_run: Path, trained: Callable[..., Path], folder: Path
 ) -> None:
