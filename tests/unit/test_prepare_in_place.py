@@ -39,8 +39,9 @@ TINY = SyntheticConfig(num_train=70, num_valid=20, num_test=10, cardinality_scal
 
 @pytest.fixture(autouse=True)
 def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several blocks to a file."""
+    """Several blocks to a file, and no more synthetic rows drawn than are wanted."""
     monkeypatch.setattr(raw, "SLICE_BYTES", 200)
+    monkeypatch.setattr("data.synthetic.CHUNK_ROWS", 128)
 
 
 def clicks(kind: str = "csv", split: str = "in_order") -> Schema:
