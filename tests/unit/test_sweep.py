@@ -412,9 +412,17 @@ def test_bytes_take_few_letters_and_keep_their_size(value: float) -> None:
 # ---- a full disk
 
 
-@pytest.mark.parametrize("stays", [False, True], ids=["once", "from then on"])
+@pytest.mark.parametrize(
+    ("stays", "stride"),
+    [
+        pytest.param(True, 29, id="some"),
+        pytest.param(False, 4, id="once", marks=pytest.mark.slow),
+        pytest.param(True, 4, id="from then on", marks=pytest.mark.slow),
+    ],
+)
 def test_f30_c18_a_full_disk_at_any_moment_of_a_sweep_is_told_in_plain_lines(
     stays: bool,
+    stride: int,
     training: FakeTraining,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
@@ -426,7 +434,7 @@ def test_f30_c18_a_full_disk_at_any_moment_of_a_sweep_is_told_in_plain_lines(
     with fail_at(None, within=Path.cwd()) as counted:
         assert dlrm("train", "-m", "hydra.sweep.dir=whole", "seed=0,1") == 0
     assert counted.count > 60
-    for number in range(0, counted.count, 3):
+    for number in range(0, counted.count, stride):
         folder = Path(f"sweep{number}")
         capfd.readouterr()
         with fail_at(number, within=Path.cwd(), stays=stays) as calls:
