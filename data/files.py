@@ -35,7 +35,7 @@ class WholeFile(io.RawIOBase):
     def __init__(self, path: Path) -> None:
         self._path = path
         self._temporary = path.with_name(path.name + ".partial")
-        self._file = _open_new(self._temporary)
+        self._file = open_new(self._temporary)
         self._digest = hashlib.sha256()
         self.num_bytes = 0
 
@@ -79,7 +79,7 @@ def write_whole(path: Path, payload: Any) -> None:
     """
     temporary = path.with_name(path.name + ".partial")
     try:
-        with naming(path), _open_new(temporary) as opened:
+        with naming(path), open_new(temporary) as opened:
             opened.write(payload)
             opened.flush()
             os.fsync(opened.fileno())
@@ -103,9 +103,9 @@ def flush_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _open_new(path: Path) -> BinaryIO:
-    """A new file in place of what a killed process has left there. A link isn't followed: it may
-    lead to somebody's file."""
+def open_new(path: Path) -> BinaryIO:
+    """A new file to write to, in place of what a killed process has left there. A link isn't
+    followed: it may lead to somebody's file."""
     path.unlink(missing_ok=True)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
     return open(path, "wb", opener=lambda name, _: os.open(name, flags, 0o666))

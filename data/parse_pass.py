@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,6 +18,7 @@ from data.manifest import InputFile
 from data.progress import ProgressListener
 from data.raw import RawReader, RawSlice
 from data.schema import schema_to_dict
+from data.work_folder import FINISHED, remove_folder
 
 NUM_THREADS = 2
 
@@ -94,7 +94,7 @@ class ParsePass:
             self._listener.advance(path.stat().st_size, finished.info.rows)
             return finished
         if folder.exists():
-            shutil.rmtree(folder)
+            remove_folder(folder)
         folder.mkdir()
         hasher = hashlib.sha256()
         block_rows: list[int] = []
@@ -120,7 +120,7 @@ class ParsePass:
         size, digest = path.stat().st_size, hasher.hexdigest()
         info = InputFile(path.name, size, digest, sum(block_rows), num_blank_lines)
         marker = {"parse_key": self._key, "block_rows": block_rows, "info": vars(info)}
-        write_whole(folder / "finished.json", json.dumps(marker).encode())
+        write_whole(folder / FINISHED, json.dumps(marker).encode())
         return SpooledFile(info, folder, block_rows)
 
     def _parse(self, piece: RawSlice, target: Path) -> tuple[int, int]:
@@ -131,7 +131,7 @@ class ParsePass:
 
     def _finished_before(self, folder: Path, path: Path) -> SpooledFile | None:
         """The blocks of an interrupted run, if they are of this very content and schema."""
-        marker = folder / "finished.json"
+        marker = folder / FINISHED
         if not marker.exists():
             return None
         values = json.loads(marker.read_text(encoding="utf-8"))

@@ -18,11 +18,13 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import pyarrow as pa
@@ -31,7 +33,7 @@ import pyarrow.csv as pa_csv
 from data.commit import build_folder, commit
 from data.counting import KeyCounter
 from data.errors import UserError
-from data.files import file_sha256
+from data.files import file_sha256, naming, open_new
 from data.lanes import PartWriter, Rows
 from data.making import check_same_kind, making, tidy
 from data.manifest import FORMAT_VERSION, MANIFEST, Manifest, PartInfo, load_manifest
@@ -291,21 +293,31 @@ def write_raw_tsv(
     listener = listener or SilentListener()
     num_rows = config.num_train + config.num_valid + config.num_test
     listener.phase("generate", _ROW_BYTES * num_rows)
-    options = pa_csv.WriteOptions(include_header=False, delimiter="\t", quoting_style="none")
-    temporary = path.with_name(path.name + ".partial")
-    with open(temporary, "wb") as sink:
-        for start, stop, chunk in _chunks(Teacher(config), 0, num_rows):
-            columns: dict[str, pa.Array] = {"label": pa.array(chunk.label_B[start:stop])}
-            for n, values in enumerate(chunk.dense_NB[:, start:stop]):
-                is_missing = np.isnan(values)
-                whole = np.where(is_missing, 0, values).astype(np.int64)
-                columns[f"I{n + 1}"] = pa.array(whole, mask=is_missing)
-            for f, ranks in enumerate(chunk.ranks_FB[:, start:stop]):
-                columns[f"C{f + 1}"] = _hex_tokens(f, ranks)
-            pa_csv.write_csv(pa.table(columns), sink, options)
-            listener.advance(_ROW_BYTES * (stop - start), stop - start)
-    temporary.replace(path)
+    # A name that nobody else's file has.
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        with naming(path), open_new(temporary) as sink:
+            _write_raw_rows(config, num_rows, sink, listener)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
     return num_rows
+
+
+def _write_raw_rows(
+    config: SyntheticConfig, num_rows: int, sink: BinaryIO, listener: ProgressListener
+) -> None:
+    options = pa_csv.WriteOptions(include_header=False, delimiter="\t", quoting_style="none")
+    for start, stop, chunk in _chunks(Teacher(config), 0, num_rows):
+        columns: dict[str, pa.Array] = {"label": pa.array(chunk.label_B[start:stop])}
+        for n, values in enumerate(chunk.dense_NB[:, start:stop]):
+            is_missing = np.isnan(values)
+            whole = np.where(is_missing, 0, values).astype(np.int64)
+            columns[f"I{n + 1}"] = pa.array(whole, mask=is_missing)
+        for f, ranks in enumerate(chunk.ranks_FB[:, start:stop]):
+            columns[f"C{f + 1}"] = _hex_tokens(f, ranks)
+        pa_csv.write_csv(pa.table(columns), sink, options)
+        listener.advance(_ROW_BYTES * (stop - start), stop - start)
 
 
 def _hex_tokens(feature: int, ranks: np.ndarray) -> pa.Array:

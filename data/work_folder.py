@@ -20,6 +20,8 @@ WORK = ".work"
 MARKER = "made-by-prepare"
 # A finished dataset on its way to its place (`data/commit.py`): the last to be removed.
 STAGED = "whole-"
+# In a folder of the work folder: all of it is there, for a rerun to take up.
+FINISHED = "finished.json"
 
 
 @contextmanager
@@ -80,11 +82,18 @@ def remove_work_folder(root: Path) -> None:
     entries = sorted(os.scandir(work), key=lambda entry: entry.name.startswith(STAGED))
     for entry in entries:
         if entry.is_dir(follow_symlinks=False):
-            shutil.rmtree(entry.path)
+            remove_folder(Path(entry.path))
         elif entry.name != MARKER:
             os.unlink(entry.path)
     (work / MARKER).unlink(missing_ok=True)
     work.rmdir()
+
+
+def remove_folder(folder: Path) -> None:
+    """Removes a folder of the work folder, its mark first: a rerun mustn't take what a crash leaves
+    of it for all of it."""
+    (folder / FINISHED).unlink(missing_ok=True)
+    shutil.rmtree(folder)
 
 
 def _open_lock(root: Path) -> int:

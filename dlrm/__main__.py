@@ -75,6 +75,7 @@ _ENVIRONMENT = {
     errno.ENOSPC,
     errno.EDQUOT,
     errno.EFBIG,
+    errno.EROFS,
     errno.EIO,
     errno.EMFILE,
     errno.ENFILE,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import socket
 import threading
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ from embeddings.communicator import Communicator
 from embeddings.machine import available_bytes
 
 _POLL_S = 1.0
+_EXIT_WAIT_S = 60.0
 
 
 class AsyncSaver:
@@ -22,7 +24,8 @@ class AsyncSaver:
     their collectives.
 
     The copy is made into memory that is kept from one save to the next; a save waits until the one
-    before it is on disk.
+    before it is on disk. So does the end of the process, for a while: a thread that still runs
+    while Python ends may free a tensor then, which aborts the process.
 
     Args:
         checkpoints: of the run.
@@ -62,8 +65,12 @@ class AsyncSaver:
                 self._checkpoints.save(copied, self._comm, is_best=is_best)
             except BaseException as error:
                 self._error = error
+            finally:
+                atexit.unregister(threading.current_thread().join)
 
         self._thread = threading.Thread(target=write, name="checkpoint", daemon=True)
+        # Not for ever: it may wait for a rank that is gone.
+        atexit.register(self._thread.join, _EXIT_WAIT_S)
         self._thread.start()
 
     def wait(self) -> None:

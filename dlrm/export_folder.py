@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -75,6 +76,9 @@ class ExportFolder:
         for entry in self.files:
             with suppress(OSError):  # What failed is told; the others are to go all the same.
                 (self.path / entry["file"]).unlink(missing_ok=True)
+        # Temporary folders whose removal is what failed: once more.
+        for left in (*self.path.glob(".tokens-*"), *self.path.glob(".model-*")):
+            shutil.rmtree(left, ignore_errors=True)
         if self._is_new:
             with suppress(OSError):
                 self.path.rmdir()

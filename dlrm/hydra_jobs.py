@@ -144,7 +144,15 @@ class JobSweeper(Sweeper):
                 self._run(number, config, sweep)
         finally:
             print_table(sweep)
+            self._write(sweep)
+
+    def _write(self, sweep: Sweep) -> None:
+        """Reports where that fails, instead of raising: that would hide what ended the sweep."""
+        try:
+            sweep.write()
             print(f"sweep   {write_page(sweep)}", flush=True)
+        except OSError as error:
+            self._jobs.failed(error, None)
 
     def _run(self, number: int, config: DictConfig, sweep: Sweep) -> None:
         sweep.start(number)
@@ -158,6 +166,9 @@ class JobSweeper(Sweeper):
                 job_subdir_key="hydra.sweep.subdir",
             )
             has_returned = True
+        except OSError as error:  # Hydra's own files in the job's folder.
+            self._jobs.failed(error, number)
+            sweep.fail(number, error)
         finally:
             sweep.end(number, has_returned=has_returned)
 

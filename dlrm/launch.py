@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from data.errors import UserError
+from data.files import naming
 from dlrm.blame import Verdict, WorkersFailed, describe
 from dlrm.heap import keep_heap
 from dlrm.heartbeat import Heartbeat, NoHeartbeat, heartbeat_file
@@ -96,7 +97,8 @@ def launch(
         folder = Path(name)
         num_threads = threads_per_worker(config)
         task = Task(entry, args, config.device, num_threads, config.timeout_s, networks)
-        (folder / "task").write_bytes(pickle.dumps(task))
+        with naming(folder / "task"):
+            (folder / "task").write_bytes(pickle.dumps(task))
         watchdog = Watchdog(folder, config.nproc, config.timeout_s)
         signals = _first_signal_told(folder, watchdog.end) if stops_in_order else nullcontext()
         with watchdog, signals:

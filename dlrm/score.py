@@ -21,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from data.batch import Batch
 from data.errors import RawDataError, UserError
-from data.files import naming
+from data.files import naming, open_new
 from data.manifest import load_manifest
 from data.parquet import Order, PreparedDataset
 from data.raw_batches import load_row_mapper, raw_batches
@@ -341,7 +341,7 @@ class PredictionFile:
         """Appends rows."""
         with naming(self._out):
             if self._writer is None:
-                self._sink = open(self._path, "xb")  # noqa: SIM115
+                self._sink = open_new(self._path)
                 self._writer = pq.ParquetWriter(self._sink, rows.schema, compression="zstd")
             self._writer.write_table(rows)
 

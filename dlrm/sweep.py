@@ -2,7 +2,8 @@
 
 Knows nothing of how jobs are composed or run; it is told when one starts and ends, and reads the
 job's result.json. The sweep's own files are written anew after every job, so a sweep that is
-killed leaves the figures of all that ended.
+killed leaves the figures of all that ended. Where they can't be, the jobs go on, and `write` tells
+of it at the end.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -161,30 +163,32 @@ class Sweep:
         job = self.jobs[number]
         job.status = NOT_FINISHED
         self._started_at_s = self._get_time()
-        self.write()
+        self._try_to_write()
         self._say(f"\n{self._title(job)}")
 
     def enter(self, number: int, folder: Path) -> None:
         """A job has a folder."""
         self.jobs[number].folder = folder
-        self.write()
+        self._try_to_write()
 
     def fail(self, number: int, error: Exception) -> None:
         """A job failed, perhaps before it wrote anything; its folder is to say so then."""
         job = self.jobs[number]
         job.status = f"failed: {type(error).__name__}: {error}"
-        assert job.folder is not None
+        if job.folder is None:  # It couldn't be made.
+            return
         result = job.folder / "result.json"
         # What is there is the job's own, or that of an earlier run whose folder it was refused.
-        if not result.exists():
-            job.folder.mkdir(parents=True, exist_ok=True)
-            write_whole(result, _to_json({"status": job.status}))
+        with suppress(OSError):  # Why it failed has been told, and stands in the sweep's files.
+            if not result.exists():
+                job.folder.mkdir(parents=True, exist_ok=True)
+                write_whole(result, _to_json({"status": job.status}))
 
     def refuse(self, number: int, folder: Path, error: Exception) -> None:
         """A job can't start."""
         self.enter(number, folder)
         self.fail(number, error)
-        self.write()
+        self._try_to_write()
 
     def end(self, number: int, *, has_returned: bool) -> None:
         """A job has ended; False: it was interrupted."""
@@ -196,7 +200,7 @@ class Sweep:
         # A used folder is refused: what it holds are another run's figures.
         if result.get("status") == job.status:
             job.figures = {figure.name: figure.of(result) for figure in FIGURES}
-        self.write()
+        self._try_to_write()
         self._say(self._ending(job))
 
     def fastest(self) -> SweepJob | None:
@@ -209,10 +213,18 @@ class Sweep:
         return max(speeds, key=lambda pair: pair[0] or 0.0)[1] if len(speeds) > 1 else None
 
     def write(self) -> None:
-        """Writes sweep.json and sweep.csv."""
+        """Writes sweep.json and sweep.csv.
+
+        Raises:
+            OSError: naming the file.
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
         write_whole(self.folder / SWEEP_FILE, _to_json([self._entry(job) for job in self.jobs]))
         write_whole(self.folder / "sweep.csv", self._csv().encode())
+
+    def _try_to_write(self) -> None:
+        with suppress(OSError):
+            self.write()
 
     def _name(self, job: SweepJob) -> str:
         return f"job {job.number} ({job.number + 1} of {len(self.jobs)})"

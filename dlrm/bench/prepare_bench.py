@@ -20,6 +20,7 @@ import pyarrow as pa
 import pyarrow.csv as pa_csv
 
 from data.errors import UserError
+from data.files import open_new
 from data.lanes import LABEL_COLUMN
 from data.parquet import PreparedDataset
 from data.prepare import RawInputs, prepare
@@ -155,7 +156,7 @@ def first_rows(raw: Path, num_rows: int) -> Path:
     path = raw.with_name(f"{raw.stem}.first-{num_rows}.tsv")
     if not path.exists():
         temporary = path.with_name(f"{path.name}.partial")
-        with open(raw, "rb") as source, open(temporary, "wb") as sink:
+        with open(raw, "rb") as source, open_new(temporary) as sink:
             sink.writelines(islice(source, num_rows))
         temporary.replace(path)
     return path

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from data.errors import UserError
+from data.files import naming
 from dlrm.bench.comparison import Measurement, Variant, Yardstick, compare
 from dlrm.bench.network import Network, describe_network, measure_link, network_figures
 from dlrm.bench.table import print_comparison, wrapped
@@ -153,7 +154,8 @@ def _append(folder: RunFolder, found: Measurement) -> None:
         **found.figures,
         "failure": found.failure,
     }
-    with open(folder.path / MEASUREMENTS, "a") as opened:
+    path = folder.path / MEASUREMENTS
+    with naming(path), open(path, "a") as opened:
         opened.write(json.dumps(line) + "\n")
 
 

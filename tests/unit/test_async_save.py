@@ -15,6 +15,7 @@ from dlrm.checkpoint import Checkpoints, Contents
 from dlrm.checkpoint_load import load_training
 from embeddings.communicator import Communicator
 from tests.checkpoint_cases import Part, make_part
+from tests.commands import start_python
 from tests.sharding_cases import TABLES, plan_of
 from tests.thread_ranks import ThreadRank, run_ranks
 
@@ -113,3 +114,44 @@ def test_too_little_memory_is_refused_on_all_ranks_with_the_sizes(
     first, second = run_ranks(2, run)
     assert first == second
     assert re.search(r"train\.checkpoint_async=true copies 120 MiB .* has 100 MiB", first)
+
+
+_ENDS_AT_ONCE = """
+import sys
+import threading
+from pathlib import Path
+
+from dlrm.async_save import AsyncSaver, bytes_to_copy
+from dlrm.checkpoint import Checkpoints
+from embeddings.communicator import SingleProcess
+from tests.checkpoint_cases import make_part
+from tests.sharding_cases import TABLES, plan_of
+
+
+class Late(Checkpoints):
+    def save(self, *args, **more):
+        threading.main_thread().join()
+        super().save(*args, **more)
+
+
+part = make_part(SingleProcess(), plan_of("mixed", 1, "mixed", TABLES))
+saver = AsyncSaver(Late(Path(sys.argv[1])), part.comm, bytes_to_copy(part.contents(1)))
+saver.save(part.contents(1), is_best=True)
+if sys.argv[2] == "dropped":
+    del saver
+if sys.argv[2] == "raises":
+    raise SystemExit(3)
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("way", "status"), [("kept", 0), ("dropped", 0), ("raises", 3)])
+def test_f25_a_process_that_ends_at_once_ends_in_order_with_its_checkpoint(
+    way: str, status: int, tmp_path: Path
+) -> None:
+    """The save begins when the main thread has ended; Python then took the thread down with it."""
+    root = Path(__file__).resolve().parents[2]
+    process = start_python("-c", _ENDS_AT_ONCE, tmp_path, way, cwd=root)
+    _, err = process.communicate(timeout=50)
+    assert (process.returncode, err) == (status, "")
+    assert Checkpoints(tmp_path).find("latest").step == 1

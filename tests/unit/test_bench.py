@@ -23,6 +23,7 @@ from dlrm.bench.ratios import Spread, ratios
 from dlrm.bench.sides import SIDES, TORCHREC, check_data, check_memory, default_sides
 from dlrm.bench.table import MAX_WIDTH, print_comparison
 from dlrm.bench.train_bench import train_yardstick
+from dlrm.bench.turns import MEASUREMENTS
 from dlrm.blame import WorkersFailed
 from dlrm.build import build_tables
 from dlrm.config import BenchConfig, BenchRun
@@ -31,9 +32,11 @@ from tests.commands import (
     compose_config,
     dlrm,
     one_hot_dataset,
+    read_json,
     read_result,
     write_visits,
 )
+from tests.failing_files import fail_at
 
 SMALL = (
     "data.batch_size=64",
@@ -522,6 +525,31 @@ def test_the_default_configuration_has_no_key_without_a_meaning(
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert bench(tmp_path_factory, "bench.sides=[dlrm]") == 0
+
+
+@pytest.mark.parametrize("file", [MEASUREMENTS, "result.json.partial"])
+@pytest.mark.parametrize("operation", ["open", "write"])
+def test_f30_c18_a_full_disk_ends_a_benchmark_in_one_line(
+    file: str,
+    operation: str,
+    start_folder: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    canned: dict[str, Any],
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """While a measurement is added, or at the end."""
+    canned |= {"dlrm": figures(10), "embedding_bag": figures(25)}
+    n = 0 if file == MEASUREMENTS else 1  # The first result.json says that the run has begun.
+    with fail_at(n, within=Path("run", file), operations=(operation,), stays=True) as calls:
+        assert bench(tmp_path_factory, *SIDES_OF_TWO) == 1
+    assert calls.failed
+    err = capfd.readouterr().err
+    assert "Traceback" not in err
+    (line,) = [line for line in err.splitlines() if line.startswith("dlrm: ")]
+    assert file.removesuffix(".partial") in line
+    assert "No space left on device" in line
+    assert "hydra.run.dir=" in line
+    assert read_json(Path("run", "result.json"))["status"] != "completed"
 
 
 def test_a_run_states_what_its_figures_depend_on(monkeypatch: pytest.MonkeyPatch) -> None:

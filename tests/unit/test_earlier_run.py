@@ -3,6 +3,8 @@ stays for good, no link is followed, and one process at a time writes there."""
 
 from __future__ import annotations
 
+import errno
+import itertools
 import json
 import os
 import shutil
@@ -10,6 +12,7 @@ import socket
 import subprocess
 import sys
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +26,7 @@ from dlrm.run_folder import RunFolder
 from dlrm.run_lock import LOCK, locked_run
 from dlrm.trainer import Trainer
 from tests.commands import dlrm, latest, read_result, tiny, without_plots
-from tests.crashing_files import Crashed, crash_at, fail_at
+from tests.failing_files import Crashed, crash_at, fail_at
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("one_thread")]
 
@@ -154,22 +157,20 @@ def test_f52_a_crash_or_a_full_disk_while_files_are_moved_loses_none(
     what: str, first_run: Path, tmp_path: Path
 ) -> None:
     before = shown(first_run)
-    number = 0
-    while True:
-        number += 1
-        for error in (None, OSError(28, "No space left on device")):
-            run = tmp_path / f"{number}-{error is None}"
+    for number in itertools.count():
+        for fail in (crash_at, fail_at):
+            run = tmp_path / f"{number}-{fail.__name__}"
             shutil.copytree(first_run, run)
             if what == "restore":
                 own_files.set_aside(run)
                 (run / "result.json").write_text("{}")
-            failing_at = crash_at(number) if error is None else fail_at(number, error=error)
-            with failing_at as failing, suppress(Crashed, OSError):
+            with fail(number) as calls, suppress(Crashed, OSError):
                 getattr(own_files, what)(run)
             own_files.finish_moving(run)
             waiting = run / "earlier-run"
             assert shown(waiting if waiting.is_dir() else run) == before, number
-        if not failing.has_failed:
+        if not calls.failed:
+            assert number > 3
             return
 
 
@@ -205,8 +206,11 @@ def test_f02_checkpoints_that_cannot_be_moved_end_the_new_run(
     overrides: list[str], run_dir: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     before = shown(run_dir)
-    with fail_at(1, ("rename",), OSError(13, "Permission denied"), under=run_dir):
+    denied = partial(OSError, errno.EACCES, "Permission denied")
+    checkpoints = run_dir / "checkpoints"
+    with fail_at(0, within=checkpoints, operations=("rename",), error=denied) as calls:
         assert overwrite(overrides, "seed=1") != 0
+    assert calls.failed == [("rename", str(checkpoints))]
     assert "Permission denied" in capfd.readouterr().err
     assert shown(run_dir) == before
 

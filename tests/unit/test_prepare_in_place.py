@@ -39,8 +39,9 @@ TINY = SyntheticConfig(num_train=70, num_valid=20, num_test=10, cardinality_scal
 
 @pytest.fixture(autouse=True)
 def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several blocks to a file."""
+    """Several blocks to a file, and no more synthetic rows drawn than are wanted."""
     monkeypatch.setattr(raw, "SLICE_BYTES", 200)
+    monkeypatch.setattr("data.synthetic.CHUNK_ROWS", 128)
 
 
 def clicks(kind: str = "csv", split: str = "in_order") -> Schema:
@@ -277,16 +278,19 @@ def make(root: Path, source: Path, kind: str, *, overwrite: bool) -> Manifest:
     return synthesise(settings, root, overwrite=overwrite)
 
 
-def kill_points(root: Path, act: Callable[[], Any], reset: Callable[[], None]) -> Iterator[int]:
+def kill_points(
+    root: Path, act: Callable[[], Any], reset: Callable[[], None], stride: int
+) -> Iterator[int]:
     """Runs `act` again and again; each time another of its file operations fails, and all after it
-    but removals: every one of the last, in which the dataset takes its place, and some before."""
+    but removals: each `stride`-th of the last, in which the dataset takes its place, and some
+    before."""
     reset()
     with fail_at(None, within=root) as calls:
         act()
     first_of_last = calls.count - LAST_POINTS
     for number in [
-        *range(0, first_of_last, first_of_last // 12),
-        *range(first_of_last, calls.count),
+        *range(0, first_of_last, stride * first_of_last // 12),
+        *range(first_of_last, calls.count, stride),
     ]:
         reset()
         with fail_at(number, within=root, stays=True), pytest.raises(OSError, match="No space"):
@@ -296,10 +300,11 @@ def kill_points(root: Path, act: Callable[[], Any], reset: Callable[[], None]) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "overwrite"), [("raw", False), ("raw", True), ("synthetic", True)]
+    ("kind", "overwrite", "stride"),
+    [("raw", False, 1), ("raw", True, 1), ("synthetic", True, 3)],
 )
 def test_f51_a_failure_at_any_file_operation_leaves_the_old_or_the_new_whole(
-    kind: str, overwrite: bool, tmp_path: Path, tree_digests: Digests
+    kind: str, overwrite: bool, stride: int, tmp_path: Path, tree_digests: Digests
 ) -> None:
     """Writes, flushes, renames, removals and new folders fail, as they do on a full disk."""
     old = write_tsv(tmp_path / "old.tsv", 70)
@@ -318,8 +323,11 @@ def test_f51_a_failure_at_any_file_operation_leaves_the_old_or_the_new_whole(
         if overwrite:
             make(current, old, kind, overwrite=False)
 
+    def act() -> None:
+        make(current, new, kind, overwrite=overwrite)
+
     outcomes = set()
-    for _ in kill_points(root, lambda: make(current, new, kind, overwrite=overwrite), reset):
+    for _ in kill_points(root, act, reset, stride):
         assert {path: path.read_bytes() for path in inputs} == inputs
         if (current / MANIFEST).exists():
             found = load_manifest(current)
@@ -332,6 +340,24 @@ def test_f51_a_failure_at_any_file_operation_leaves_the_old_or_the_new_whole(
         make(current, new, kind, overwrite=overwrite)
         assert tree_digests(current) == clean
     assert outcomes == ({"old", "new"} if overwrite else {"none", "new"})
+
+
+@pytest.mark.parametrize("number", range(5))
+def test_f51_what_a_crash_leaves_of_the_work_folder_is_not_taken_for_all_of_it(
+    number: int, tmp_path: Path, tree_digests: Digests
+) -> None:
+    """The blocks of a raw file were removed before the mark that says that they are there."""
+    source, root = write_tsv(tmp_path / "raw.tsv", 90), tmp_path / "root"
+    blocks = root / ".work" / "input-00000"
+    with (
+        fail_at(number, within=blocks, operations=("unlink",)),
+        pytest.raises(OSError, match="No space"),
+    ):
+        prepare(clicks(), RawInputs([source]), root)
+    prepare(clicks(), RawInputs([source]), root, overwrite=True)
+    prepare(clicks(), RawInputs([source]), tmp_path / "clean")
+    assert is_whole(root)
+    assert tree_digests(root) == tree_digests(tmp_path / "clean")
 
 
 # ---- the lock

@@ -3,8 +3,10 @@ needed to score (F28, C17), and a disk that fills (F30, C18)."""
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -268,3 +270,66 @@ def test_f30_c18_a_full_disk_is_one_line_in_predict(
     assert "No space left on device" in line
     assert "out=" in line
     assert not list(out.iterdir())
+
+
+# ---- F34: planted links and others' files
+
+
+@pytest.mark.parametrize("verb", ["predict", "prepare"])
+def test_f34_a_partial_file_follows_no_link_and_replaces_nobody_s(
+    verb: str, adult_root: Path, tmp_path: Path
+) -> None:
+    """Beside the file that is named: a link to somebody's file, and files that end alike."""
+    out = tmp_path / "there"
+    out.mkdir()
+    (tmp_path / "precious").write_text("mine")
+    (out / "p.out.partial").write_text("mine too")
+    (out / f".p.out.{os.getpid()}.partial").symlink_to(tmp_path / "precious")
+    if verb == "predict":
+        assert dlrm("train", "data.root=prepared", *QUICK, "hydra.run.dir=run") == 0
+        assert dlrm("predict", "run=run", "out=there/p.out") == 0
+    else:
+        rows = ["data.synthetic.num_train=30", "data.synthetic.num_valid=0"]
+        rows += ["data.synthetic.num_test=0", "data.synthetic.raw_out=there/p.out"]
+        assert dlrm("prepare", "data=synthetic", *rows) == 0
+    assert (tmp_path / "precious").read_text() == "mine"
+    assert (out / "p.out.partial").read_text() == "mine too"
+    assert {path.name for path in out.iterdir()} == {"p.out", "p.out.partial"}
+    assert not (out / "p.out").is_symlink()
+
+
+def test_f30_c18_a_full_disk_while_raw_rows_are_written_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = ["data.synthetic.num_train=30", "data.synthetic.num_valid=0"]
+    rows += ["data.synthetic.num_test=0", "data.synthetic.raw_out=out.tsv"]
+    with fail_at(0, within=tmp_path, operations=["write"], stays=True) as calls:
+        assert dlrm("prepare", "data=synthetic", *rows) == 1
+    assert calls.failed
+    (line,) = [text for text in capfd.readouterr().err.splitlines() if text.startswith("dlrm:")]
+    assert "out.tsv" in line
+    assert "No space left on device" in line
+    assert not list(tmp_path.glob("*.tsv*"))
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO])
+def test_f30_c18_what_is_wrong_with_the_disk_ends_with_1(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Whether or not the error names a file; a file that isn't there is the user's: 2."""
+    monkeypatch.chdir(tmp_path)
+    for names in ((), ("some/file",)):
+        error = OSError(number, os.strerror(number), *names)
+        monkeypatch.setattr("dlrm.prepare.run_prepare", lambda *_, error=error: raise_it(error))
+        assert dlrm("prepare", "data=synthetic", "data.root=d") == 1
+        err = capfd.readouterr().err
+        assert "Traceback" not in err
+        assert os.strerror(number) in err
+    missing = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), "some/file")
+    monkeypatch.setattr("dlrm.prepare.run_prepare", lambda *_: raise_it(missing))
+    assert dlrm("prepare", "data=synthetic", "data.root=d") == 2
+
+
+def raise_it(error: OSError) -> None:
+    raise error

@@ -18,7 +18,8 @@ from dlrm.config import TrainRun
 from dlrm.run_folder import RunFolder
 from dlrm.sweep import FIGURES, NOT_STARTED, Sweep, check_unused, short_names, show_bytes
 from dlrm.sweep_table import MAX_WIDTH, print_table, write_page
-from tests.commands import dlrm, read_result
+from tests.commands import dlrm, read_json, read_result
+from tests.failing_files import fail_at
 
 
 def result(seed: int = 0, status: str = "completed") -> dict[str, Any]:
@@ -406,3 +407,64 @@ def test_bytes_take_few_letters_and_keep_their_size(value: float) -> None:
     unit = {"K": 10, "M": 20, "G": 30}.get(shown[-1], 0)
     number = float(shown.rstrip("KMG"))
     assert number * 2**unit == pytest.approx(value, rel=0.0051, abs=0.5)
+
+
+# ---- a full disk
+
+
+@pytest.mark.parametrize(
+    ("stays", "stride"),
+    [
+        pytest.param(True, 29, id="some"),
+        pytest.param(False, 4, id="once", marks=pytest.mark.slow),
+        pytest.param(True, 4, id="from then on", marks=pytest.mark.slow),
+    ],
+)
+def test_f30_c18_a_full_disk_at_any_moment_of_a_sweep_is_told_in_plain_lines(
+    stays: bool,
+    stride: int,
+    training: FakeTraining,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Its own files, the jobs' folders and results: one at a time, or all from a moment on. Jobs
+    that completed keep their results, and none that didn't counts as completed."""
+    monkeypatch.setattr("dlrm.hydra_jobs.write_page", write_page)
+    monkeypatch.setattr("dlrm.report_plots.bars", lambda *_: "")
+    with fail_at(None, within=Path.cwd()) as counted:
+        assert dlrm("train", "-m", "hydra.sweep.dir=whole", "seed=0,1") == 0
+    assert counted.count > 60
+    for number in range(0, counted.count, stride):
+        folder = Path(f"sweep{number}")
+        capfd.readouterr()
+        with fail_at(number, within=Path.cwd(), stays=stays) as calls:
+            status = dlrm("train", "-m", f"hydra.sweep.dir={folder}", "seed=0,1")
+        err = capfd.readouterr().err
+        where = (number, calls.failed[:3], err)
+        assert "Traceback" not in err, where
+        told = [line for line in err.splitlines() if line.startswith("dlrm: ")]
+        assert len(told) <= 3, where  # A line for each job, and one for the sweep.
+        assert all(f"{folder}" in line and "No space left" in line for line in told), where
+        assert (status == 1) == bool(told), where
+        results = [folder / f"{job}" / "result.json" for job in range(2)]
+        done = [path.exists() and read_json(path)["status"] == "completed" for path in results]
+        assert status == 1 or all(done), where
+        if (folder / "sweep.json").exists():
+            kept = [job["status"] == "completed" for job in jobs_of(folder)]
+            assert all(is_done or not is_kept for is_done, is_kept in zip(done, kept, strict=True))
+            assert status == 1 or all(kept), where
+
+
+def test_f30_a_sweep_whose_files_can_t_be_written_runs_its_jobs(
+    training: FakeTraining, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with fail_at(1, within=Path("sweep/sweep.json.partial"), operations=("open",), stays=True):
+        assert sweep("seed=0,1") == 1
+    assert training.seeds == [0, 1]
+    assert [read_json(Path("sweep", f"{n}", "result.json"))["status"] for n in (0, 1)] == [
+        "completed", "completed",
+    ]  # fmt: skip
+    told = [line for line in capfd.readouterr().err.splitlines() if line.startswith("dlrm: ")]
+    assert len(told) == 1
+    assert "sweep.json" in told[0]
+    assert "No space left on device" in told[0]
