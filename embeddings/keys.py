@@ -81,11 +81,25 @@ def sum_counts(
     Args:
         parts: keys in any order, and how often each occurs.
     """
+    return _merge_counts(parts, np.add)
+
+
+def largest_counts(
+    parts: Sequence[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]],
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """As `sum_counts`, of keys that several parts may have counted each by itself: the largest
+    count of each."""
+    return _merge_counts(parts, np.maximum)
+
+
+def _merge_counts(
+    parts: Sequence[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]], merge: np.ufunc
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     empty = np.empty(0, dtype=np.int64)
     keys_L = np.concatenate([empty, *(keys for keys, _ in parts)])
     counts_L = np.concatenate([empty, *(counts for _, counts in parts)])
     if not keys_L.size:
         return keys_L, counts_L
     by_key = sort_keys(torch.from_numpy(keys_L))
-    counts_K = np.add.reduceat(counts_L[by_key.order_L.numpy()], by_key.starts.numpy()[:-1])
+    counts_K = merge.reduceat(counts_L[by_key.order_L.numpy()], by_key.starts.numpy()[:-1])
     return by_key.keys_K.numpy(), counts_K

@@ -34,7 +34,7 @@ from embeddings.host.hot_rows import COLD, HotRows
 from embeddings.host.hot_squares import HotSquares, NewHotState
 from embeddings.host.recent_counts import RecentCounts
 from embeddings.host.staging import RingBytes, StagingRing
-from embeddings.keys import sum_counts
+from embeddings.keys import largest_counts
 from embeddings.kv_gradients import KVGradients
 from embeddings.layout import FeatureSlice, KeySpace, keys_of, stretches_of
 from embeddings.replicas import ReplicaRows
@@ -325,17 +325,17 @@ class HostTables:
 
     def recent_rows(self) -> dict[str, tuple[Int64Array, Int64Array]]:
         """Per table the rows that this rank's samples looked up in the latest steps, ascending, and
-        how often each. Of a row whose columns are cut, its first ones count."""
+        how often each: those with any columns in host memory. A row that several cuts hold there
+        is counted by each of them, and once here."""
         rows: dict[str, list[tuple[Int64Array, Int64Array]]] = {}
         for index, recent in self._recent.items():
             keys_K, counts_K = recent.merged()
-            for (table, columns), part in self._cuts(index).items():
-                if columns[0][0] == 0:
-                    rows.setdefault(table, []).extend(
-                        (keys_K[low:high] - shift, counts_K[low:high])
-                        for low, high, shift in stretches_of(part, keys_K)
-                    )
-        return {table: sum_counts(stretches) for table, stretches in rows.items()}
+            for (table, _), part in self._cuts(index).items():
+                rows.setdefault(table, []).extend(
+                    (keys_K[low:high] - shift, counts_K[low:high])
+                    for low, high, shift in stretches_of(part, keys_K)
+                )
+        return {table: largest_counts(stretches) for table, stretches in rows.items()}
 
     def _cuts(self, index: int) -> dict[tuple[str, tuple[ColumnRange, ...]], FeatureSlice]:
         """By table and columns one of the slices of a space: features of one table have equal

@@ -169,6 +169,44 @@ def test_f01_a_row_that_is_hot_in_some_columns_only_is_refused() -> None:
         assert "row 0" in message
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_f01_recent_lookups_count_by_any_columns_in_host_memory(world_size: int) -> None:
+    """Hot rows are chosen anew by them. A row whose first columns lie on the device counted for
+    nothing; one with several cuts in host memory must count once."""
+    table, feature = TableConfig("t", 6, 4), FeatureConfig("f", "t")
+    cuts = {
+        0: ("device", "device", "device", "host"),
+        2: ("device", "host", "host", "device"),
+        4: ("host", "device", "host", "host"),
+        5: ("device", "device", "device", "device"),
+    }
+    stops = dict(zip(cuts, [*list(cuts)[1:], 6], strict=True))
+    shards = tuple(
+        Shard("t", row, stops[row], column, column + 1, column % world_size, memory)  # type: ignore[arg-type]
+        for row, memories in cuts.items()
+        for column, memory in enumerate(memories)
+    )
+    plan = Plan(world_size, shards, {"t": "kv"})
+    plan.validate([table])
+
+    def work(comm: Any) -> Any:
+        embeddings = ShardedEmbeddings(
+            [table], [feature], RowOptimizerConfig(), dtype=torch.float64, seed=0, plan=plan,
+            comm=comm, host=HostSettings(recent_steps=2),
+        )  # fmt: skip
+        assert embeddings.host is not None
+        # Bags of one id; those of the first step leave the window.
+        for ids in ([1, 1, 1, 3], [0, 1, 2, 2], [0, 4, 4, 5]):
+            batch = JaggedIds(torch.tensor(ids), torch.arange(5), 1)
+            embeddings.plan_batch(batch)
+        rows, counts = embeddings.host.recent_rows()["t"]
+        embeddings.close()
+        return rows.tolist(), counts.tolist()
+
+    for found in run_ranks(world_size, work):
+        assert found == ([0, 1, 2, 4], [2, 1, 2, 2])
+
+
 @st.composite
 def placed_plans(draw: st.DrawFn, world_size: int) -> Plan:
     """Any tiling of each table, or a copy on every rank, each shard in any memory."""
