@@ -75,7 +75,7 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     return process.returncode, out, err
 
 
-def wait_for(condition: Callable[[], bool], what: str, limit_s: float = 30.0) -> None:
+def wait_for(condition: Callable[[], bool], what: str, limit_s: float = 90.0) -> None:
     """Waits until something holds."""
     until = time.monotonic() + limit_s
     while not condition():
