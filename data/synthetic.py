@@ -275,10 +275,18 @@ def _reuse(config: SyntheticConfig, root: Path) -> Manifest:
             f"data.root={root} holds another dataset ({manifest.schema.name}, prepared from raw "
             "files), not data=synthetic; choose another data.root"
         )
-    if manifest.synthetic != config.settings():
+    asked = config.settings()
+    if manifest.synthetic != asked:
+        held = manifest.synthetic
+        others = ", ".join(
+            f"{name}={held.get(name)}, not {asked.get(name)}"
+            for name in sorted({*held, *asked})
+            if held.get(name) != asked.get(name)
+        )
         raise UserError(
-            f"data.root={root} holds another dataset ({manifest.schema.name}, settings "
-            f"{manifest.synthetic}); choose another data.root or set data.overwrite=true"
+            f"data.root={root} holds another dataset, synthetic rows of other settings ({others}); "
+            "leave out data= and data.synthetic. to use it as it is, choose another data.root, or "
+            "set data.overwrite=true to replace it"
         )
     return manifest
 

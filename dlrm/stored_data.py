@@ -17,7 +17,7 @@ from data.manifest import MANIFEST, load_manifest
 from data.synthetic import SyntheticConfig
 
 # Whoever gives one of these has named the data.
-_NAMING = ("data=", "data.synthetic.", "data.synthetic=", "data.name=", "experiment=")
+_NAMING = ("data=", "data.synthetic.", "data.synthetic=", "data.name=")
 
 
 def fill_in_stored_data(composed: DictConfig, overrides: Sequence[str]) -> None:
@@ -37,7 +37,12 @@ def fill_in_stored_data(composed: DictConfig, overrides: Sequence[str]) -> None:
     if any(text.startswith(_NAMING) for text in given):
         return
     root = Path.cwd() / Path(data.root).expanduser()
-    if not (root / MANIFEST).is_file():
+    is_there = (root / MANIFEST).is_file()
+    # An experiment may say what to generate; a folder of data that is named beside it comes first.
+    is_named_beside = is_there and any(text.startswith("data.root=") for text in given)
+    if any(text.startswith("experiment=") for text in given) and not is_named_beside:
+        return
+    if not is_there:
         raise UserError(
             f"data.root={data.root}: no prepared dataset there ({root}), and no data= says what to "
             "prepare in it; name the folder of one, or data= with raw files, or data=synthetic to "

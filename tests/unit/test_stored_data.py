@@ -85,6 +85,37 @@ def test_f38_a_generated_folder_says_its_settings(tmp_path: Path) -> None:
     assert stored.data.synthetic.num_train == 4096
 
 
+@pytest.mark.parametrize(
+    ("verb", "more"),
+    [
+        pytest.param("check", ["check.steps=1"], marks=pytest.mark.slow),
+        ("train", ["experiment=sweep_sharding", "hydra.mode=RUN", "launch.nproc=1"]),
+    ],
+)
+def test_f38_a_generated_folder_is_used_by_other_verbs_and_experiments(
+    verb: str, more: list[str], tmp_path: Path, tree_digests: Digests
+) -> None:
+    """It was refused for its settings, with the advice to overwrite it; an experiment that says
+    what to generate gives way to the folder that is named."""
+    assert dlrm("prepare", "data=synthetic", *TINY_DATA, "data.root=made") == 0
+    before = tree_digests(tmp_path / "made")
+    assert dlrm(verb, "data.root=made", *QUICK, *more, "hydra.run.dir=run") == 0
+    assert read_result(tmp_path / "run")["data"]["digest"] == load_manifest(Path("made")).digest()
+    assert OmegaConf.load("run/config.yaml").data.synthetic.num_train == 4096
+    assert tree_digests(tmp_path / "made") == before
+
+
+def test_f38_other_settings_of_generated_rows_are_told(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Which ones differ, and how the folder is used as it is; overwriting is the last advice."""
+    assert dlrm("prepare", "data=synthetic", *TINY_DATA, "data.root=made") == 0
+    more = ["data=synthetic", *TINY_DATA[1:], "data.synthetic.num_train=640"]
+    assert dlrm("check", *more, "data.root=made", *QUICK, "hydra.run.dir=run") == 2
+    err = capfd.readouterr().err
+    assert "(num_train=4096, not 640); leave out data= and data.synthetic. to use it" in err
+
+
 @pytest.mark.parametrize("more", [[], ["data.overwrite=true"]])
 def test_f38_nothing_prepared_is_overwritten_by_synthetic_data(
     more: list[str],
