@@ -21,7 +21,8 @@ from data.errors import UserError
 from data.parquet import PreparedDataset
 from dlrm import mutations
 from dlrm.build import build_tables, communicator
-from dlrm.check_batches import make_batches
+from dlrm.check_batches import lookups_of_pass, make_batches
+from dlrm.check_bounds import bytes_of_bounds
 from dlrm.check_pass import PassResult, run_pass
 from dlrm.check_report import describe, to_json, vacuous
 from dlrm.config import CheckRun
@@ -121,28 +122,47 @@ def prepare_check(config: CheckRun, dataset: PreparedDataset, plan: Plan) -> Non
     """Refuses what can't be checked.
 
     Raises:
-        UserError: for a mutation that can't show, or tables that don't fit into memory twice.
+        UserError: for eps=0, a mutation that can't show, or tables that don't fit into memory
+            twice, with the limits of the rows that are looked up.
     """
+    _refuse_eps_0(config)
     tables, features = build_tables(config, dataset.manifest)
     if config.check.mutate is not None:
         situation = mutations.Situation(config, plan, tables, features)
         mutations.check_can_show(config.check.mutate, situation)
     optimizer = RowOptimizerConfig(config.optim.sparse.name)  # type: ignore[arg-type]
-    reference_bytes = sharded_bytes = 0
+    lookups = lookups_of_pass(config, dataset.manifest, features)
+    reference_bytes = sharded_bytes = bounds_bytes = 0
     for table in tables:
         width = table.dim + sum(state_widths(optimizer, table.dim).values())
         table_bytes = table.rows * width * _FP64_BYTES
         reference_bytes += table_bytes
+        bounds_bytes += bytes_of_bounds(table.rows, width, lookups[table.name])
         sharded_bytes += table_bytes * (plan.world_size if plan.is_replicated(table.name) else 1)
     available = available_bytes()
-    if available is not None and reference_bytes + sharded_bytes > available:
+    needed = reference_bytes + sharded_bytes + bounds_bytes
+    if available is not None and needed > available:
         gib = 2**30
         raise UserError(
             f"the check keeps all rows and their state twice, in fp64: {sharded_bytes / gib:.1f} "
-            f"GiB for the ranks and {reference_bytes / gib:.1f} GiB for the reference, but "
+            f"GiB for the ranks and {reference_bytes / gib:.1f} GiB for the reference, and "
+            f"{bounds_bytes / gib:.1f} GiB of limits of the rows that are looked up, but "
             f"{available / gib:.1f} GiB are free here. Lower model.embedding_dim, or check on data "
             "with fewer rows (data.synthetic.cardinality_scale=…, data.schema.sparse.NAME.rows=…)"
         )
+
+
+def _refuse_eps_0(config: CheckRun) -> None:
+    """Refuses what makes 0/0 of a gradient that is 0 from the start."""
+    optim = config.optim
+    for name, part in (("dense", optim.dense), ("sparse", optim.sparse)):
+        if part.name != "sgd" and optim.effective_eps(part) == 0:
+            key = "optim.eps" if part.eps is None else f"optim.{name}.eps"
+            raise UserError(
+                f"{key}=0: the check can't use it. Its hand-made batches have samples without "
+                f"weight, whose gradients are 0, and with eps=0 {part.name} makes 0/0 of these. "
+                f"Set {key}=1e-8"
+            )
 
 
 def check_rank(context: WorkerContext, task: CheckTask) -> list[PassResult]:

@@ -6,6 +6,8 @@ explicitly; each kind is met once in a pass.
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, islice
@@ -14,8 +16,9 @@ import torch
 from torch import Tensor
 
 from data.batch import Batch, JaggedIds
+from data.manifest import Manifest
 from data.parquet import Order, PreparedDataset
-from dlrm.config import TrainRun
+from dlrm.config import CheckRun, TrainRun
 from embeddings.plan import Plan
 from embeddings.table import FeatureConfig, TableConfig
 
@@ -105,6 +108,20 @@ def make_batches(
         for position, (name, make) in enumerate(_KINDS.items())
         if features or make in _WITHOUT_IDS
     ]
+
+
+def lookups_of_pass(
+    config: CheckRun, manifest: Manifest, features: Sequence[FeatureConfig]
+) -> Counter[str]:
+    """About how many ids all batches of a pass look up, by table."""
+    part = manifest.parts["train"]
+    lookups: Counter[str] = Counter()
+    for feature in features:
+        of_sample = part.ids[feature.name] / max(part.rows, 1)
+        of_made = max(of_sample, _MAX_BAG) * len(_KINDS)
+        samples = config.data.batch_size
+        lookups[feature.table] += math.ceil(samples * (config.check.steps * of_sample + of_made))
+    return lookups
 
 
 def interleave(num_own: int, made: Sequence[MadeBatch]) -> list[MadeBatch | None]:

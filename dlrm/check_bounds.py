@@ -31,7 +31,8 @@ a step has three parts:
 The probe is one draw of what rounding does. 8 times its distance leaves room for what another run
 shows and is little enough that a fault of ten times the bound stands out
 (`tests/unit/test_check_bounds.py` holds both). Bounds are kept for touched rows only; the others
-must be equal.
+must be equal. `eps` must be above 0 (`check.prepare_check` refuses 0): at 0 a step may be anything
+where a gradient of 0 lies within its bounds.
 """
 
 from __future__ import annotations
@@ -59,6 +60,18 @@ _WEIGHT = "weight"
 UNIT_ROUNDOFF = 2.0**-53
 PROBE_FACTOR = 8.0
 _LIKELY = 4.0
+
+
+def bytes_of_bounds(num_rows: int, width: int, num_lookups: int) -> int:
+    """Memory that the bounds of a table and the probe's distances take at most.
+
+    Args:
+        num_rows: of the table.
+        width: of a row with its state.
+        num_lookups: of the table in all steps; no more rows are touched.
+    """
+    num_kept = min(2 * num_lookups, num_rows)  # Room is made for twice as many as there are.
+    return 2 * num_kept * width * torch.float64.itemsize + num_rows * torch.int32.itemsize
 
 
 def likely_rounding(num_terms: float) -> float:
@@ -118,7 +131,7 @@ class _TableErrors:
                 first, self._num_slots, dtype=torch.int32
             )
             if self._num_slots > self._errors.bounds[_WEIGHT].shape[0]:
-                self._errors.grow(2 * self._num_slots)
+                self._errors.grow(min(2 * self._num_slots, self._slots_R.numel()))
         return self._slots_R[rows_K].long()
 
     def take(self, slots_K: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -335,20 +348,24 @@ class ErrorBounds:
     # ---------------------------------------------------------------------------------- update
 
     def advance(self, step_number: int, step: PlainStep, errors: GradientErrors) -> None:
-        """Carries the bounds over a step; called before the reference's own update.
+        """Carries the bounds over a step; called before the reference's own update. Where that
+        updates nothing they stay.
 
         Args:
             step_number: counted from 0.
             step: the gradients.
             errors: of them.
         """
+        if not self._run.has_weight:
+            return
+        number_of_update = self._run.num_updates + 1
         lr_dense, lr_rows = self._run.learning_rates(step_number)
         for table, gradients in step.row_gradients.items():
             slots_K = self._tables[table].slots(gradients.rows_K)
             bounds, shifts = self._tables[table].take(slots_K)
             self._carry(
                 self._rule,
-                (lr_rows, step_number + 1),
+                (lr_rows, number_of_update),
                 self._run.tables.take(table, gradients.rows_K),
                 (gradients.grads_KD, errors.rows[table], errors.row_shifts[table]),
                 (bounds, shifts),
@@ -360,7 +377,7 @@ class ErrorBounds:
             before |= states[number] | {_WEIGHT: parameter.detach()}
             self._carry(
                 self._dense_rule,
-                (lr_dense, step_number + 1),
+                (lr_dense, number_of_update),
                 before,
                 (step.dense_gradients[number], errors.dense[number], errors.dense_shifts[number]),
                 self._dense[number],
@@ -378,7 +395,7 @@ class ErrorBounds:
 
         Args:
             rule: the optimizer's.
-            when: learning rate, and number of the step from 1.
+            when: learning rate, and number of the update from 1.
             before: values and states.
             gradient: the gradient, its margin, the probe's shift.
             errors: bounds and shifts.
@@ -399,7 +416,7 @@ class ErrorBounds:
             moved[name].clamp_(min=0)
         probe = rule.after(*when, grads + shift, moved)
         for name, values in after.items():
-            reach = ends[name].margin(values).nan_to_num(nan=0.0, posinf=0.0)
+            reach = ends[name].margin(values)
             if name == _WEIGHT:
                 new = (weight - values).abs()
                 rounding = UNIT_ROUNDOFF * (2 * new + 8 * values.abs())

@@ -256,13 +256,16 @@ class Comparison:
         tables = reference.tables
         before = {table: tables.take(table, rows_K) for table, rows_K in touched.items()}
         dense_before = _dense_values(reference.model, reference.dense_optimizer)
+        spreads = {
+            table: self._update_spread(step, table, rows_K, before[table], plain, gradients)
+            for table, rows_K in touched.items()
+        }
         reference.set_gradients(gradients, self._dense_gradients(plain))
         reference.apply(step)
         lr_dense, lr_sparse = reference.learning_rates(step)
         floor = lr_sparse if reference.rule.name in _ADAPTIVE else 0.0
         for table, rows_K in touched.items():
             expected = tables.take(table, rows_K)
-            spread = self._update_spread(step, table, rows_K, before[table], plain, gradients)
             growth: Tensor | float = 1.0
             if table not in gradients and reference.rule.name == "sgd":
                 # fbgemm's SGD changes a row once for every lookup, rounding it each time.
@@ -280,7 +283,7 @@ class Comparison:
                         values,
                         expected[name],
                         scale,
-                        allowed=spread.get(name),
+                        allowed=spreads[table].get(name),
                         rows_K=rows_K,
                     )
             self.differences.num_rows += rows_K.numel()

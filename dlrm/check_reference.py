@@ -198,6 +198,12 @@ class PlainRun:
         manifest: the data's.
         total_steps: length of the run, which the schedule may depend on.
         wire_floor: values below this lose relative precision on the wire; 0 but for fp16.
+
+    Attributes:
+        has_weight: whether the batch that the gradients are of has any: without, nothing is
+            updated.
+        num_updates: updates so far, which Adam's bias correction counts: fewer than steps where
+            batches had no weight.
     """
 
     def __init__(
@@ -222,7 +228,8 @@ class PlainRun:
         self.dense_optimizer = _dense_optimizer(self.model, config.optim)
         self._schedule = Schedule(config.optim.schedule, total_steps)
         self._total_steps = total_steps
-        self._has_weight = True  # Of the batch that the gradients are of.
+        self.has_weight = True
+        self.num_updates = 0
         dims = {table.name: table.dim for table in self.table_configs}
         self.columns: list[slice] = []  # Of each feature, in `pooled_BS`.
         start = 0
@@ -235,7 +242,7 @@ class PlainRun:
     def gradients(self, batch: Batch) -> PlainStep:
         """Forward and backward over a whole global batch, in `train.accumulate` parts."""
         total_weight = _total_weight(batch)
-        self._has_weight = total_weight > 0
+        self.has_weight = total_weight > 0
         num_parts = max(1, min(self._config.train.accumulate, batch.batch_size))
         cuts = [batch.batch_size * part // num_parts for part in range(num_parts + 1)]
         loss_sum = 0.0
@@ -267,7 +274,7 @@ class PlainRun:
         the dense network from its pooled vectors, the rows' gradients from those of its pooled
         vectors."""
         total_weight = sum(_total_weight(part.batch) for part in parts)
-        self._has_weight = total_weight > 0
+        self.has_weight = total_weight > 0
         loss_sum = 0.0
         figures: list[PartFigures] = []
         terms: list[tuple[JaggedIds, Tensor]] = []
@@ -335,7 +342,7 @@ class PlainRun:
     def apply(self, step: int) -> None:
         """Updates everything from the gradients, which are dropped; nothing at all after a batch
         whose example weights sum to 0."""
-        if not self._has_weight:
+        if not self.has_weight:
             self.dense_optimizer.zero_grad()
             self.tables.drop_gradients()
             return
@@ -344,6 +351,7 @@ class PlainRun:
         self.dense_optimizer.param_groups[0]["lr"] = lr_dense
         self.dense_optimizer.step()
         self.dense_optimizer.zero_grad()
+        self.num_updates += 1
 
     def dense_state(self) -> list[dict[str, Tensor]]:
         """Per parameter its state by name: the optimizer's own memory."""
@@ -359,13 +367,17 @@ class PlainRun:
         self, step: int, before: Mapping[str, Tensor], grads_KD: Tensor, margin: Tensor
     ) -> dict[str, Tensor]:
         """By how much rows and state may differ after a step whose gradients differ by up to
-        `margin`, by name: the largest less the smallest of what the rule may come to."""
+        `margin`, by name: the largest less the smallest of what the rule may come to. Called before
+        `apply`; by nothing where that updates nothing."""
+        if not self.has_weight:
+            return {}
         rule, (_, lr) = UpdateRule.of_rows(self.rule), self.learning_rates(step)
         state = {}
         for name in rule.states:
             values = comparable_state(name, before[name].double())
             state[name] = Ends(values, values)
-        ends = rule.ends(lr, step + 1, Ends.around(grads_KD.double(), margin.double()), state)
+        grads = Ends.around(grads_KD.double(), margin.double())
+        ends = rule.ends(lr, self.num_updates + 1, grads, state)
         for name in SQUARES & ends.keys():
             ends[name] = ends[name].squares()
         return {name: high - low for name, (low, high) in ends.items()}

@@ -476,12 +476,30 @@ def test_tables_that_do_not_fit_twice_are_refused(
     visits: PreparedDataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The message has the sizes and the keys; copies of a replicated table count each."""
-    monkeypatch.setattr("dlrm.check.available_bytes", lambda: 20_000)
+    monkeypatch.setattr("dlrm.check.available_bytes", lambda: 30_000)
     check_task(visits, 1, "row_wise", "kv", optimizers("adagrad"))
     with pytest.raises(UserError, match=r"model\.embedding_dim"):
         check_task(visits, 3, "replicated", "kv", optimizers("adagrad"))
     monkeypatch.setattr("dlrm.check.available_bytes", lambda: None)
     check_task(visits, 3, "replicated", "kv", optimizers("adagrad"))
+
+
+@pytest.mark.parametrize(
+    ("optim", "key"),
+    [
+        ({"eps": 0.0}, "optim.eps"),
+        ({"sparse": {"eps": 0.0}}, "optim.sparse.eps"),
+        ({"dense": {"name": "adam", "eps": 0.0}}, "optim.dense.eps"),
+    ],
+)
+def test_f10_eps_0_is_refused_with_its_key(
+    optim: dict[str, Any], key: str, visits: PreparedDataset
+) -> None:
+    """No limit would say anything; rules without eps don't mind."""
+    with pytest.raises(UserError, match=rf"^{key}=0: .* Set {key}=1e-8$"):
+        check_task(visits, 1, "row_wise", "kv", {"optim": optim})
+    mixed = {"eps": 0.0, "dense": {"name": "sgd"}, "sparse": {"name": "adagrad", "eps": 1e-8}}
+    check_task(visits, 1, "row_wise", "kv", {"optim": mixed})
 
 
 # ------------------------------------------------------------------------------- the command

@@ -11,7 +11,13 @@ import torch
 from data.batch import Batch
 from data.parquet import PreparedDataset
 from dlrm.build import build_tables
-from dlrm.check_batches import MadeBatch, interleave, make_batches, own_batches
+from dlrm.check_batches import (
+    MadeBatch,
+    interleave,
+    lookups_of_pass,
+    make_batches,
+    own_batches,
+)
 from tests.check_cases import check_task
 from tests.commands import write_visits
 
@@ -29,6 +35,21 @@ def made(dataset: PreparedDataset, world_size: int) -> dict[str, MadeBatch]:
     tables, features = build_tables(task.config, dataset.manifest)
     batches = make_batches(dataset, task.config, task.plan, tables, features)
     return {batch.name: batch for batch in batches}
+
+
+def test_f10_lookups_of_a_pass_are_foreseen(visits: PreparedDataset) -> None:
+    """What memory the limits take is told from them beforehand: at least as many, not far more."""
+    task = check_task(visits, 2, "row_wise", "kv", {"check": {"steps": 9}})
+    tables, features = build_tables(task.config, visits.manifest)
+    batches = [b.batch for b in made(visits, 2).values()]
+    batches += islice(own_batches(visits, task.config), 9)
+    counts = {table.name: 0 for table in tables}
+    for batch in batches:
+        for feature, lengths_B in zip(features, batch.ids.lengths_FB(), strict=True):
+            counts[feature.table] += int(lengths_B.sum())
+    foreseen = lookups_of_pass(task.config, visits.manifest, features)
+    for name, count in counts.items():
+        assert count <= foreseen[name] <= 4 * count, name
 
 
 @pytest.mark.parametrize("world_size", RANKS)

@@ -12,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from data.errors import UserError
 from data.parquet import PreparedDataset
 from dlrm import check_pass
-from dlrm.check import CheckFailed, verdict
-from dlrm.check_bounds import ErrorBounds, likely_rounding
+from dlrm.check import CheckFailed, prepare_check, verdict
+from dlrm.check_bounds import ErrorBounds, _TableErrors, bytes_of_bounds, likely_rounding
 from dlrm.check_compare import (
     DENSE_STATE,
     DENSE_WEIGHTS,
@@ -26,6 +27,7 @@ from dlrm.check_compare import (
     Differences,
 )
 from dlrm.check_pass import PassResult
+from dlrm.check_reference import PlainRun
 from dlrm.check_rules import Ends, UpdateRule
 from dlrm.pipeline import PlannedBatch
 from tests.check_cases import check_task, optimizers, run_on_threads
@@ -80,6 +82,34 @@ def test_f10_another_order_of_sums_passes_for_every_seed(
     if world_size == 1:
         layout = "table_wise"
     verdict_of(checked(visits, seed, world_size, layout, rule))
+
+
+def test_f10_the_memory_of_limits_is_counted(
+    visits: PreparedDataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where only tables and reference fit the check is refused, with the size of the limits."""
+    task = check_task(visits, 1, "table_wise", "kv", optimizers("adam"))
+    run = PlainRun(task.config, visits.manifest, total_steps=10)
+    widths = {table.name: 3 * table.dim for table in run.table_configs}
+    tables = {t.name: _TableErrors({"weight": widths[t.name]}, t.rows) for t in run.table_configs}
+    counted = 0
+    for table in run.table_configs:
+        errors, rows, num_lookups = tables[table.name], table.rows, table.rows // 3
+        for stop in range(1, num_lookups + 1):
+            errors.slots(torch.arange(stop))
+        kept = errors._errors
+        held = sum(v.nbytes for of in (kept.bounds, kept.shifts) for v in of.values())
+        held += errors._slots_R.nbytes
+        assert held <= bytes_of_bounds(rows, widths[table.name], num_lookups) <= 3 * held
+        counted += bytes_of_bounds(rows, widths[table.name], 10**9)
+    values = sum(8 * t.rows * widths[t.name] for t in run.table_configs)
+    monkeypatch.setattr("dlrm.check.available_bytes", lambda: 2 * values + counted)
+    prepare_check(task.config, visits, task.plan)
+    monkeypatch.setattr("dlrm.check.available_bytes", lambda: 2 * values + counted - 1)
+    with pytest.raises(
+        UserError, match=r"GiB of limits of the rows that are looked up, but .* free"
+    ):
+        prepare_check(task.config, visits, task.plan)
 
 
 def test_f10_near_zero_state_amplifies_and_a_large_gradient_does_not() -> None:

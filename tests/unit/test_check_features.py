@@ -45,8 +45,11 @@ def one_kind(folder: Path, kind: str) -> PreparedDataset:
 
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("interaction", ["dot", "cat", "dcnv2"])
-def test_f19_data_without_dense_features_are_checked(interaction: str, tmp_path: Path) -> None:
-    dataset = one_kind(tmp_path, "sparse")
+@pytest.mark.parametrize("kind", ["dense", "sparse"])
+def test_f19_data_of_one_kind_of_feature_are_checked(
+    kind: str, interaction: str, tmp_path: Path
+) -> None:
+    dataset = one_kind(tmp_path, kind)
     config, plan = configured(dataset, interaction)
     passes = run_on_threads(CheckTask(config, dataset.root, plan))
     verdict(config, passes)

@@ -13,7 +13,10 @@ from hypothesis import strategies as st
 
 from data.parquet import PreparedDataset
 from dlrm.check_batches import own_batches
+from dlrm.check_bounds import ErrorBounds
+from dlrm.check_compare import comparable_state
 from dlrm.check_reference import PlainRun, touched_rows
+from dlrm.check_rules import Ends
 from dlrm.config import CheckRun
 from embeddings.row_optim import state_widths, update_rows
 from tests.check_cases import LR, check_task, optimizers
@@ -65,6 +68,7 @@ def assert_spread_holds(run: PlainRun, seed: int, step: int) -> None:
         update_rows(run.rule, rows, values, gradient, lr=lr, num_steps=step + 1)
         return {"weight": rows, **values}
 
+    run.num_updates = step
     spread = run.update_spread(step, before, grads_KD, margin)
     shift = (torch.rand(5, 3, generator=generator, dtype=torch.float64) * 2 - 1) * margin
     ours, theirs = updated(grads_KD), updated(grads_KD + shift)
@@ -74,6 +78,41 @@ def assert_spread_holds(run: PlainRun, seed: int, step: int) -> None:
         assert bool(((ours[key] - theirs[key]).abs() <= limit + rounding).all()), key
     for key, limit in run.update_spread(step, before, grads_KD, 0 * margin).items():
         assert bool((limit.abs() <= 1e-12 * (ours[key].abs() + 1)).all()), key
+
+
+def test_f10_a_batch_without_weight_is_not_counted(visits: PreparedDataset) -> None:
+    """Limits use the number of updates that the optimizer itself has; such a batch moves none."""
+    run, config = plain_run(visits, optimizers("adam"))
+    bounds = ErrorBounds(run, 0)
+    batch = next(own_batches(visits, config))
+    rows_K = touched_rows(run.features, batch.ids)["shared"]
+    rule, _ = run.update_rules()
+    for step, (weight, num_updates) in enumerate([(1.0, 1), (0.0, 1), (0.5, 2)]):
+        weighted = replace(batch, weight_B=torch.full((batch.batch_size,), weight))
+        plain = run.gradients(weighted)
+        errors = bounds.measure(plain)
+        own = plain.row_gradients["shared"].grads_KD
+        before, limits = run.tables.take("shared", rows_K), bounds.of_rows("shared", rows_K)
+        spread = run.update_spread(step, before, own, 1e-3 * own.abs())
+        bounds.advance(step, plain, errors)
+        run.apply(step)
+        assert run.num_updates == num_updates
+        moved_KD = before["weight"] - run.tables.take("shared", rows_K)["weight"]
+        if not weight:
+            assert spread == {}
+            assert not moved_KD.any()
+            for name, of_rows in bounds.of_rows("shared", rows_K).items():
+                assert torch.equal(of_rows, limits[name])
+            continue
+        state = {name: comparable_state(name, before[name]) for name in rule.states}
+        lr = run.learning_rates(step)[1]
+        step_KD = rule.after(lr, num_updates, own, state)["weight"]
+        torch.testing.assert_close(moved_KD, step_KD, rtol=1e-9, atol=1e-15)
+        grads = Ends.around(own, 1e-3 * own.abs())
+        low, high = rule.ends(lr, num_updates, grads, {n: Ends(v, v) for n, v in state.items()})[
+            "weight"
+        ]
+        torch.testing.assert_close(spread["weight"], high - low)
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
