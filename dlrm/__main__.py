@@ -278,6 +278,7 @@ def _compose_and_run(verb: str, arguments: list[str]) -> int:
     import hydra
 
     from dlrm.config import register
+    from dlrm.config_errors import check_groups
     from dlrm.hydra_jobs import Jobs, register_sweeper
 
     register()
@@ -285,6 +286,7 @@ def _compose_and_run(verb: str, arguments: list[str]) -> int:
     jobs = Jobs(partial(_dispatch, verb), partial(_report, verb))
     # Hydra's parser wants all overrides side by side: `a=1 -m b=2,3` as `-m a=1 b=2,3`.
     arguments = sorted(arguments, key=lambda text: text not in ("-m", "--multirun"))
+    check_groups(arguments)
     prepared = [_keep_text(verb, add_entry(argument)) for argument in arguments]
     saved, sys.argv = sys.argv, [f"dlrm {verb}", *prepared]
     try:

@@ -32,7 +32,7 @@ import xxhash
 from torch import Tensor, nn
 
 from data.errors import UserError
-from data.files import naming, write_whole
+from data.files import flush_folder, naming, write_whole
 from dlrm.checkpoint_rows import (
     RowsReader,
     StoredTable,
@@ -42,7 +42,6 @@ from dlrm.checkpoint_rows import (
 )
 from dlrm.own_files import EARLIER_RUN, remove_checkpoint
 from dlrm.run_folder import forget_earlier_run, read_run_id
-from dlrm.run_record import versions
 from dlrm.tensor_file import (
     MALFORMED,
     DamagedError,
@@ -50,10 +49,10 @@ from dlrm.tensor_file import (
     TensorFile,
     check_size,
     dtype_name,
-    flush_folder,
     names_of,
     write_tensors,
 )
+from dlrm.versions import versions
 from embeddings.communicator import Communicator
 from embeddings.sharded import ShardedEmbeddings
 from embeddings.store import RowsPart

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, get_args, get_type_hints
 
 import yaml
-from hydra.errors import OverrideParseException
+from hydra.errors import MissingConfigException, OverrideParseException
 
+from data.errors import UserError
 from dlrm.config import RUN_CONFIGS, known_keys
 from dlrm.overrides import for_shell, text_override
 
 _KINDS = {"Integer": "a whole number", "Float": "a number"}
+_NO_NAME = re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9]*)?(e[-+]?[0-9]+)?|true|false", re.IGNORECASE)
 _GROUPS = ("data", "model", "optim", "sharding", "train", "launch")
 
 
@@ -30,6 +32,21 @@ def explain_yaml(error: yaml.YAMLError) -> str:
     return f"{place}: {problem}"
 
 
+def check_groups(overrides: Sequence[str]) -> None:
+    """Refuses a number or a bool for a group of keys, which Hydra answers with a traceback.
+
+    Raises:
+        UserError: naming the override, and what to type.
+    """
+    for override in overrides:
+        group, equals, value = override.lstrip("+").partition("=")
+        if equals and group in _GROUPS and _NO_NAME.fullmatch(value):
+            raise UserError(
+                f"{override}: {group}= chooses a file of conf/{group}/ by its name; a single value "
+                f"is set by its key, {group}.KEY={value}"
+            )
+
+
 def explain(verb: str, error: Exception) -> str:
     """What is wrong with a key or a file, and what to do.
 
@@ -39,6 +56,8 @@ def explain(verb: str, error: Exception) -> str:
     """
     cause = error.__cause__
     text = str(error)
+    if isinstance(error, MissingConfigException):
+        return _missing_file(error)
     if isinstance(error, OverrideParseException):
         reason = text.splitlines()[0]
         return (
@@ -61,6 +80,17 @@ def explain(verb: str, error: Exception) -> str:
             if found := re.search(pattern, text):
                 return where + say(verb, key[1], found)
     return _cleaned(verb, text)
+
+
+def _missing_file(error: MissingConfigException) -> str:
+    """One line with the files that there are, of which Hydra writes a line each."""
+    message = str(error).splitlines()[0].rstrip(".")
+    if not error.options or error.missing_cfg_file is None:
+        return message
+    group, _, name = error.missing_cfg_file.rpartition("/")
+    near = difflib.get_close_matches(name, error.options, n=1)
+    message += f"; the files of {group} are {', '.join(error.options)}"
+    return f"{message}; did you mean {group}={near[0]}?" if near else message
 
 
 def _how_to_quote(override: str) -> str:

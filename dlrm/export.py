@@ -17,9 +17,9 @@ from dlrm.export_folder import ExportFolder
 from dlrm.export_model import export_model
 from dlrm.export_tables import RowQuantizer, write_npy, write_parquet, write_quantized
 from dlrm.run_folder import RunFolder
-from dlrm.run_record import versions
 from dlrm.score import ScoreTask, TrainedModel, make_task, on_kept_model
 from dlrm.scoring import evaluate
+from dlrm.versions import versions
 from embeddings.communicator import SingleProcess
 from embeddings.sharded import ShardedEmbeddings
 from embeddings.store import WEIGHT

@@ -11,7 +11,7 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,20 +62,9 @@ class Beat:
 @contextmanager
 def keep_beating(heartbeat: Heartbeat | NoHeartbeat, phase: str) -> Iterator[None]:
     """Beats from a thread, for work that may rightly take long and can't beat itself."""
-    done = threading.Event()
-
-    def beat() -> None:
-        while not done.wait(_KEEP_BEATING_S):
-            heartbeat.beat(NO_STEP, phase)
-
     heartbeat.beat(NO_STEP, phase)
-    thread = threading.Thread(target=beat, name="keep-beating", daemon=True)
-    thread.start()
-    try:
+    with _repeated(lambda: heartbeat.beat(NO_STEP, phase), "keep-beating"):
         yield
-    finally:
-        done.set()
-        thread.join()
 
 
 @contextmanager
@@ -86,17 +75,29 @@ def still_working(heartbeat: Heartbeat | NoHeartbeat) -> Iterator[None]:
     if isinstance(heartbeat, NoHeartbeat):
         yield
         return
-    done = threading.Event()
+    before = Work.so_far()
 
     def renew() -> None:
-        before = Work.so_far()
-        while not done.wait(_KEEP_BEATING_S):
-            now = Work.so_far()
-            if now.is_more_than(before):
-                heartbeat.renew()
-            before = now
+        nonlocal before
+        now = Work.so_far()
+        if now.is_more_than(before):
+            heartbeat.renew()
+        before = now
 
-    thread = threading.Thread(target=renew, name="still-working", daemon=True)
+    with _repeated(renew, "still-working"):
+        yield
+
+
+@contextmanager
+def _repeated(call: Callable[[], None], name: str) -> Iterator[None]:
+    """Within, a thread of that name calls it again and again."""
+    done = threading.Event()
+
+    def repeat() -> None:
+        while not done.wait(_KEEP_BEATING_S):
+            call()
+
+    thread = threading.Thread(target=repeat, name=name, daemon=True)
     thread.start()
     try:
         yield

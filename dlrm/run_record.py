@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from data.errors import UserError
 from dlrm.config import TrainRun
 from dlrm.own_files import has_model
 from dlrm.run_folder import NOT_FINISHED, RunFolder
 from dlrm.stop import RunStopped
+from dlrm.versions import versions
 
 
 class RunRecord:
@@ -88,22 +86,3 @@ class RunRecord:
         if self._settles:
             is_lost = isinstance(error, (UserError, OSError, KeyboardInterrupt))
             self.folder.settle(is_kept=not is_lost)
-
-
-def versions() -> dict[str, str]:
-    """Versions of what the figures depend on."""
-    found = {"torch": str(torch.__version__)}
-    for name in (
-        "fbgemm-gpu-cpu",
-        "fbgemm-gpu",
-        "numpy",
-        "numba",
-        "pyarrow",
-        "hydra-core",
-        "dlrm-system",
-    ):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found

@@ -37,9 +37,9 @@ from dlrm.launch import WorkerContext, start
 from dlrm.model import DLRM
 from dlrm.planning import check_tables_fit, make_plan
 from dlrm.run_folder import RunFolder, read_json
-from dlrm.run_record import versions
 from dlrm.scoring import evaluate, loader_timeout, score_batches
 from dlrm.train import NO_BEST, describe_eval, write_evaluation
+from dlrm.versions import versions
 from embeddings.communicator import Communicator
 from embeddings.plan import Plan
 from embeddings.sharded import ShardedEmbeddings

@@ -382,16 +382,6 @@ def pieces(num_rows: int, row_bytes: int, most_bytes: int) -> Iterator[tuple[int
         yield start, min(start + step, num_rows)
 
 
-def flush_folder(path: Path) -> None:
-    """Flushes a folder's entries to disk, so that its files are found after a power cut."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        with naming(path):
-            os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def names_of(tensors: Sequence[str]) -> str:
     """For messages: the first few names."""
     shown = ", ".join(tensors[:4])

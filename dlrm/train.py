@@ -20,7 +20,7 @@ from data.lanes import NUM_LANES
 from data.parquet import PreparedDataset
 from dlrm.build import communicator
 from dlrm.config import TrainRun
-from dlrm.data_notes import data_notes
+from dlrm.data_notes import data_notes, describe_inputs
 from dlrm.datasets import open_dataset
 from dlrm.display import PrepareDisplay
 from dlrm.heartbeat import keep_beating, still_working
@@ -408,7 +408,7 @@ def _announce_data(config: TrainRun, dataset: PreparedDataset, say: Callable[[st
         say("data    SYNTHETIC, drawn from a known teacher: results say nothing about real clicks")
     say(f"data    {config.data.name}: {sizes} rows; {dataset.root}")
     if config.data.raw or config.data.raw_train:
-        for note in data_notes(manifest):
+        for note in [describe_inputs(manifest), *data_notes(manifest)]:
             say(note)
 
 

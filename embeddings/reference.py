@@ -44,7 +44,7 @@ class ReferenceEmbeddings:
         dtype: torch.dtype,
         seed: int,
     ) -> None:
-        table_dtype(dtype)
+        self._dtype = table_dtype(dtype)
         seed = whole_number("seed", seed)
         if not isinstance(optimizer, RowOptimizerConfig):
             raise ValueError(f"optimizer is {shown(optimizer)}, must be a RowOptimizerConfig")
@@ -91,7 +91,7 @@ class ReferenceEmbeddings:
                 pooled_BD = pooled_BD / bounds.diff().clamp(min=1).unsqueeze(1)
             pooled.append(pooled_BD)
         if not pooled:
-            return torch.zeros(ids.batch_size, 0)
+            return torch.zeros(ids.batch_size, 0, dtype=self._dtype)
         return torch.cat(pooled, dim=1)
 
     def apply(self, lr: float) -> None:

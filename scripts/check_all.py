@@ -58,6 +58,16 @@ NEEDED: dict[str, dict[str, Any]] = {
     "clip_local_norm": {"optim": {"clip_norm": 0.05}},
     "ignore_schedule": {"optim": {"schedule": {"warmup_steps": 10}}},
 }
+# Of faults of tables in host memory: the mode that shows them.
+HOST_MODES = {
+    "drop_forwarding": "lookahead",
+    "drop_forwarded_state": "lookahead",
+    "drop_flush": "gather",
+    "read_before_write": "lookahead",
+    "mean_of_parts": "hotline",
+    "update_per_part": "hotline",
+}
+HOT_MB = 0.006  # A part of these tables' rows.
 
 
 @dataclass
@@ -161,14 +171,14 @@ def layout_cases(dataset: PreparedDataset, world_size: int, options: Any) -> lis
 
 
 def fault_cases(dataset: PreparedDataset, world_size: int, options: Any) -> list[Case]:
-    """Every planted fault, on the mixed plan."""
+    """Every planted fault, on the mixed plan, or on rows in host memory where it is of these."""
     return [
         make_case(
             dataset,
             name,
             "",
             world_size,
-            {"check": {"steps": 6, "mutate": name}, "sharding": {"tables": MIXED}},
+            {"check": {"steps": 6, "mutate": name}, "sharding": _sharding_of_fault(name)},
             optimizer("adagrad"),
             NEEDED.get(name, {}),
         )
@@ -176,9 +186,16 @@ def fault_cases(dataset: PreparedDataset, world_size: int, options: Any) -> list
     ]
 
 
+def _sharding_of_fault(name: str) -> dict[str, Any]:
+    if name not in HOST_MODES:
+        return {"tables": MIXED}
+    host = {"mode": HOST_MODES[name], "lookahead": 2, "hot_mb": HOT_MB, "whole_rows": 0}
+    return {"layout": "row_wise", "memory": "host", "host": host}
+
+
 def check_each(context: WorkerContext, tasks: list[CheckTask]) -> list[list[PassResult]]:
     """One rank of all checks of a launch."""
-    comm = communicator(context)
+    comm = communicator(context, tasks[0].config.launch)
     warnings.simplefilter("ignore")
     return [check_with(comm, task, context.heartbeat.beat) for task in tasks]
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from dlrm.run_record import versions
+from dlrm.versions import versions
 
 _VARIABLES = (
     "OMP_NUM_THREADS",

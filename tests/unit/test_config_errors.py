@@ -40,6 +40,8 @@ schema:
             "optim.sparse: must be keys .*; to choose one, set optim.sparse.name",
         ),
         ("~train.epochs", "train.epochs can't be removed"),
+        ("launch=2", r"launch= chooses a file of conf/launch/ by its name; .* launch\.KEY=2"),
+        ("data=syntetic", "Could not find 'data/syntetic'; .* did you mean data=synthetic"),
     ],
 )
 def test_f45_a_key_s_mistake_is_told_plainly(

@@ -19,7 +19,7 @@ from data.raw_batches import load_row_mapper, raw_batches
 from data.schema import RawFormat, Schema, SparseColumn, Split
 from data.write_pass import PartTally
 from dlrm.config import WarmStartConfig
-from dlrm.prepare import hashed_tables
+from dlrm.data_notes import hashed_tables
 from dlrm.warm_start_rows import RowMatcher
 
 Prepare = Callable[..., Manifest]

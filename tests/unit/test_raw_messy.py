@@ -14,7 +14,7 @@ from data.raw import RawReader
 from data.raw_files import has_labels
 from data.schema import DenseColumn, LabelColumn, RawFormat, Schema, SparseColumn, Split
 from data.tokens import key_of_text
-from dlrm.prepare import describe_inputs, single_id_bags
+from dlrm.data_notes import describe_inputs, single_id_bags
 from tests.commands import dlrm
 
 Prepare = Callable[..., Manifest]
