@@ -25,8 +25,8 @@ class FileLimitError(OSError):
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         super().__init__(
             errno.EMFILE,
-            f"{os.strerror(errno.EMFILE)} in this process, which may have {limit:,}: raise its "
-            "limit (ulimit -n)",
+            f"{os.strerror(errno.EMFILE)} in this process: raise its limit "
+            f"(ulimit -n, now {limit})",
         )
 
 
